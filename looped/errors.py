@@ -1,0 +1,18 @@
+"""Errors a user can cause. The command line prints the sentence and exits with code 2; the server answers 4xx."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LoopedError(Exception):
+    """One clear sentence: what was given, what is allowed, what to do."""
+
+
+def unknown(kind: str, name: str, options: Iterable[str]) -> LoopedError:
+    """The error for a name that is none of `options`, with the nearest one suggested."""
+    choices = list(options)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return LoopedError(f"unknown {kind} {name!r}; {hint}known: {', '.join(choices)}")

@@ -1,0 +1,54 @@
+"""Text to token ids and back, from a checkpoint's `tokenizer.json`, without network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from looped.errors import LoopedError
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Prompts never end in an end-of-text token, whatever the post-processor adds."""
+
+    def __init__(self, folder: Path, eos_ids: tuple[int, ...]) -> None:
+        self.folder = folder
+        self._eos_ids = eos_ids
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exception
+            raise LoopedError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        config = folder / "tokenizer_config.json"
+        self.settings: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens the checkpoint puts in front, none at the end."""
+        token_ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and token_ids and token_ids[-1] in self._eos_ids:
+            token_ids.pop()
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token's text, None where there is no such token."""
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, special ones included."""
+        size: int = self._inner.get_vocab_size()
+        return size
+
+
+def find_tokenizer(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, None when it has none."""
+    return Tokenizer(folder, eos_ids) if (folder / "tokenizer.json").exists() else None
