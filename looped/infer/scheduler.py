@@ -1,0 +1,359 @@
+"""Which stage runs next, and on which slots: pure Python over queues, no torch.
+
+A sequence walks `waiting → prefill → (prelude → core × depth → coda) × tokens`. Every stage has a queue of slots. The
+three schedulers differ in `choose` alone, the rule that picks a stage from the queues; packing prompts, admission and
+moving slots between queues are common to all.
+
+Parameters of the paper (continuous depth batching, table 1): W `max_num_seqs`, M `max_num_batched_tokens`,
+S `min_free_slots`, K `min_coda_batch`, rho `kv_headroom` (kept by the memory, see `pages.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from looped.errors import LoopedError, unknown
+
+
+class Stage(StrEnum):
+    PREFILL = "prefill"
+    PRELUDE = "prelude"
+    CORE = "core"
+    CODA = "coda"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The paper's batching parameters, checked. `Limits.of` fills in the paper's defaults."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    min_free_slots: int = 8
+    min_coda_batch: int = 1
+    kv_headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "min_free_slots", "min_coda_batch"):
+            if getattr(self, name) < 1:
+                raise LoopedError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("min_free_slots", "min_coda_batch"):
+            if getattr(self, name) > self.max_num_seqs:
+                raise LoopedError(
+                    f"{name} is {getattr(self, name)}, more than max_num_seqs {self.max_num_seqs}: it would never be met"
+                )
+        if not 0.0 <= self.kv_headroom < 1.0:
+            raise LoopedError(f"kv_headroom is a share of the KV pool in [0, 1), got {self.kv_headroom}")
+
+    @classmethod
+    def of(
+        cls,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 8192,
+        min_free_slots: int | None = None,
+        min_coda_batch: int | None = None,
+        kv_headroom: float = 0.0,
+        fully_looped: bool = True,
+    ) -> Limits:
+        """Defaults: S = max(1, W // 8); K = 1 for fully looped models (their coda is cheap), else W // 4."""
+        if min_free_slots is None:
+            min_free_slots = max(1, max_num_seqs // 8)
+        if min_coda_batch is None:
+            min_coda_batch = 1 if fully_looped else max(1, max_num_seqs // 4)
+        return cls(max_num_seqs, max_num_batched_tokens, min_free_slots, min_coda_batch, kv_headroom)
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What the scheduler knows of a sequence. `max_len` is prompt plus the most tokens it may generate."""
+
+    key: str
+    prompt_len: int
+    max_len: int
+    slot: int = 0
+    prefilled: int = 0
+    step: int = 0
+    """Loop steps the current token has run."""
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens `start` to `start + length` of the sequence in `slot`; `last` ends its prompt."""
+
+    slot: int
+    start: int
+    length: int
+    last: bool
+
+
+class Plan(NamedTuple):
+    """One stage to run: `chunks` for a prefill, else the slots of the batch."""
+
+    stage: Stage
+    slots: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+class Counts(NamedTuple):
+    """All that `choose` may look at."""
+
+    prelude: int
+    core: int
+    coda: int
+    can_prefill: bool
+
+
+class Memory(Protocol):
+    """Who answers for KV pages: `pages.KVMemory`, or a stand-in in tests."""
+
+    def can_admit(self, max_len: int, idle: bool) -> bool:
+        """Whether a sequence of `max_len` tokens fits now, with the headroom kept unless nothing is active."""
+        ...
+
+    def reserve(self, slot: int, max_len: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+class TraceRow(NamedTuple):
+    """One row of the paper's tables 2 and 3: a stage, its batch, and the queues after it."""
+
+    stage: Stage
+    batch: int
+    prompt_tokens: int
+    steps: tuple[tuple[int, int], ...]
+    """(loop step, rows that ran it) of a core batch."""
+    exits: int
+    prelude: int
+    core: int
+    coda: int
+    waiting: int
+
+
+class Unlimited:
+    """Memory that never fills."""
+
+    def can_admit(self, max_len: int, idle: bool) -> bool:
+        return True
+
+    def reserve(self, slot: int, max_len: int) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass
+
+
+def choose_no_refill(counts: Counts, min_coda_batch: int) -> Stage | None:
+    """Algorithm 1: prefill while admissible, then one cohort runs prelude, its shrinking loops, and one coda."""
+    if counts.core:
+        return Stage.CORE
+    if counts.coda:
+        return Stage.CODA
+    if counts.can_prefill:
+        return Stage.PREFILL
+    return Stage.PRELUDE if counts.prelude else None
+
+
+def choose_refill(counts: Counts, min_coda_batch: int) -> Stage | None:
+    """Algorithm 2: prelude right after prefill or coda; coda at K exits; prefill; core.
+
+    An idle tick flushes a coda queue smaller than K, so no K can deadlock.
+    """
+    if counts.prelude:
+        return Stage.PRELUDE
+    if counts.coda >= min_coda_batch:
+        return Stage.CODA
+    if counts.can_prefill:
+        return Stage.PREFILL
+    if counts.core:
+        return Stage.CORE
+    return Stage.CODA if counts.coda else None
+
+
+# `cb` is the cohort order of no-refill; the engine runs it with every token at full depth, so no cohort shrinks.
+POLICIES: dict[str, Callable[[Counts, int], Stage | None]] = {
+    "cb": choose_no_refill,
+    "no-refill": choose_no_refill,
+    "refill": choose_refill,
+}
+
+
+@dataclass
+class Scheduler:
+    """Queues of slots and the rule that picks the next stage.
+
+    Call `next` for a plan, run it, and report with the `done_*` method of its stage before the next call.
+    `prefill_grid` is None where prompts may be cut anywhere (at most `max_chunk` tokens of one prompt a batch), else
+    cuts fall only on its multiples from the prompt's start; 0 means a prompt is never cut.
+    """
+
+    mode: str
+    limits: Limits
+    memory: Memory = field(default_factory=Unlimited)
+    prefill_grid: int | None = None
+    max_chunk: int | None = None
+    trace: list[TraceRow] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in POLICIES:
+            raise unknown("mode", self.mode, POLICIES)
+        self._choose = POLICIES[self.mode]
+        self.waiting: deque[Job] = deque()
+        self.prefilling: list[Job] = []
+        self.prelude: list[int] = []
+        self.core: list[int] = []
+        self.coda: list[int] = []
+        self.active: dict[int, Job] = {}
+        # A stack whose top is slot 1; slot 0 is padding.
+        self._free = list(range(self.limits.max_num_seqs, 0, -1))
+
+    # Requests in and out.
+
+    def add(self, job: Job) -> None:
+        self.waiting.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Forget a job wherever it is (aborted or failed); its slot and pages are free at once."""
+        if job.slot == 0:
+            self.waiting.remove(job)
+            return
+        if job in self.prefilling:
+            self.prefilling.remove(job)
+        for queue in (self.prelude, self.core, self.coda):
+            if job.slot in queue:
+                queue.remove(job.slot)
+        self._release(job)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free)
+
+    # Choosing.
+
+    def next(self) -> Plan | None:
+        """The next stage to run, or None when nothing can run."""
+        counts = Counts(len(self.prelude), len(self.core), len(self.coda), self.can_prefill())
+        stage = self._choose(counts, self.limits.min_coda_batch)
+        if stage is Stage.PREFILL:
+            chunks = tuple(self._pack())
+            return Plan(stage, tuple(chunk.slot for chunk in chunks), chunks)
+        if stage is Stage.PRELUDE:
+            return Plan(stage, tuple(self.prelude))
+        if stage is Stage.CORE:
+            return Plan(stage, tuple(self.core))
+        if stage is Stage.CODA:
+            return Plan(stage, tuple(self.coda))
+        return None
+
+    def can_prefill(self) -> bool:
+        """A.2: a prompt in progress goes on; a new one needs a slot, memory, and S free slots to interrupt decode."""
+        if self.prefilling:
+            return True
+        if not self.waiting or not self._free:
+            return False
+        if (self.prelude or self.core or self.coda) and self.num_free_slots < self.limits.min_free_slots:
+            return False
+        return self.memory.can_admit(self.waiting[0].max_len, idle=not self.active)
+
+    def _pack(self) -> Iterable[Chunk]:
+        """Up to M prompt tokens, first come first served: prompts in progress, then new ones as they are admitted."""
+        budget = self.limits.max_num_batched_tokens
+        empty = True
+        for job in list(self.prefilling):
+            length = self._cut(job, budget, empty)
+            if not length:
+                return
+            yield self._chunk(job, length)
+            budget, empty = budget - length, False
+        while self.waiting and self._free:
+            job = self.waiting[0]
+            length = self._cut(job, budget, empty)
+            if not length or not self.memory.can_admit(job.max_len, idle=not self.active):
+                return
+            self._admit(self.waiting.popleft())
+            yield self._chunk(job, length)
+            budget, empty = budget - length, False
+
+    def _cut(self, job: Job, budget: int, empty: bool) -> int:
+        """Tokens of `job` for this batch; 0 when its next piece does not fit. A piece of the grid is never cut, so it
+        may exceed M when it is alone in the batch."""
+        left = job.prompt_len - job.prefilled
+        if self.prefill_grid is None:
+            return max(0, min(left, budget, self.max_chunk or left))
+        piece = min(left, self.prefill_grid or left)
+        return piece if piece <= budget or empty else 0
+
+    def _admit(self, job: Job) -> None:
+        job.slot = self._free.pop()
+        self.active[job.slot] = job
+        self.prefilling.append(job)
+        self.memory.reserve(job.slot, job.max_len)
+
+    def _chunk(self, job: Job, length: int) -> Chunk:
+        return Chunk(job.slot, job.prefilled, length, job.prefilled + length == job.prompt_len)
+
+    # Reporting.
+
+    def done_prefill(self, plan: Plan, finished: Collection[int] = ()) -> None:
+        """Prompts move on by their chunks; a complete one joins the prelude queue unless it is `finished`."""
+        for chunk in plan.chunks:
+            job = self.active[chunk.slot]
+            job.prefilled += chunk.length
+            if chunk.last:
+                self.prefilling.remove(job)
+                self._continue(job, finished)
+        self._record(plan)
+
+    def done_prelude(self, plan: Plan) -> None:
+        """New tokens enter the loop behind those that are in it."""
+        self.prelude = []
+        self.core.extend(plan.slots)
+        for slot in plan.slots:
+            self.active[slot].step = 0
+        self._record(plan)
+
+    def done_core(self, plan: Plan, exited: Collection[int]) -> None:
+        """Tokens that exited wait for the coda; the others go round again."""
+        out = set(exited)
+        steps: dict[int, int] = {}
+        for slot in plan.slots:
+            job = self.active[slot]
+            job.step += 1
+            steps[job.step] = steps.get(job.step, 0) + 1
+        self.core = [slot for slot in plan.slots if slot not in out]
+        self.coda.extend(slot for slot in plan.slots if slot in out)
+        self._record(plan, tuple(sorted(steps.items())), len(out))
+
+    def done_coda(self, plan: Plan, finished: Collection[int] = ()) -> None:
+        """Sequences with a new token await the prelude; `finished` ones give back slot and pages."""
+        self.coda = []
+        for slot in plan.slots:
+            self._continue(self.active[slot], finished)
+        self._record(plan)
+
+    def _continue(self, job: Job, finished: Collection[int]) -> None:
+        if job.slot in finished:
+            self._release(job)
+        else:
+            self.prelude.append(job.slot)
+
+    def _release(self, job: Job) -> None:
+        self.memory.release(job.slot)
+        del self.active[job.slot]
+        self._free.append(job.slot)
+        job.slot = 0
+
+    def _record(self, plan: Plan, steps: Sequence[tuple[int, int]] = (), exits: int = 0) -> None:
+        if self.trace is not None:
+            queues = (len(self.prelude), len(self.core), len(self.coda), len(self.waiting))
+            self.trace.append(TraceRow(plan.stage, len(plan.slots), plan.num_prompt_tokens, tuple(steps), exits, *queues))
