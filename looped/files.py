@@ -1,0 +1,37 @@
+"""Files that ship beside the code: task definitions and workloads (`eval/`), recipes (`recipes/`).
+
+They stand at the top of the repository, where a person looks for them; the wheel carries them as `looped/shipped/eval`
+and `looped/shipped/recipes` (pyproject.toml maps them). One lookup serves a checkout, an editable and a normal install.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from looped.errors import LoopedError, unknown
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped_root() -> Path:
+    """The folder that holds `eval/` and `recipes/`."""
+    installed = PACKAGE / "shipped"
+    return installed if installed.is_dir() else PACKAGE.parent
+
+
+def shipped(path: str | Path) -> Path:
+    """A shipped file or folder by its path in the repository, such as `eval/gsm8k_cot.yaml`."""
+    return shipped_root() / path
+
+
+def find(path: str | Path, kind: str) -> Path:
+    """The file `path`, from the working directory or else shipped. Raises LoopedError, with the nearest name there."""
+    for candidate in (Path(path), shipped(path)):
+        if candidate.is_file():
+            return candidate
+    folder, suffix = Path(path).parent, Path(path).suffix
+    places = [place for place in (folder, shipped(folder)) if place.is_dir()]
+    names = {str(folder / file.name) for place in places for file in place.iterdir() if file.suffix == suffix}
+    if not names:
+        raise LoopedError(f"{kind} {str(path)!r} does not exist; give the path of a file that does")
+    raise unknown(kind, str(path), sorted(names))
