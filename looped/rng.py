@@ -50,5 +50,5 @@ def truncated_normal(seeds: Tensor, positions: Tensor, stream: int, n: int, std:
     """
     u = uniform(seeds, positions, stream, n, torch.float64)
     low = 0.5 * (1 + math.erf(-3 / math.sqrt(2)))
-    z = torch.special.ndtri(low + u * (1 - 2 * low))
+    z: Tensor = torch.special.ndtri(low + u * (1 - 2 * low))
     return (z * std).to(dtype)

@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+        scaled: Tensor = wide.to(x.dtype) * self.weight
+        return scaled
 
 
 class Rotary(NamedTuple):
@@ -47,7 +48,7 @@ def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotary
 def rotate(x: Tensor, rope: Rotary, interleaved: bool) -> Tensor:
     """Rotate x [..., H, K] by its positions."""
     if interleaved:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
         pairs = torch.stack((a * rope.cos - b * rope.sin, a * rope.sin + b * rope.cos), -1)
         return pairs.flatten(-2).to(x.dtype)
     a, b = x.chunk(2, -1)
@@ -67,11 +68,13 @@ class Attention(nn.Module):
         self.qk_bias = nn.Parameter(torch.zeros(bias)) if config.qk_bias else None
 
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, -2)
+        qkv: Tensor = self.qkv(x)
+        q, k, v = qkv.view(*x.shape[:-1], -1, self.head_dim).split(self.sizes, -2)
         if self.qk_bias is not None:
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k = rotate(q, rope, self.interleaved), rotate(k, rope, self.interleaved)
-        return self.out(attend(layer, q, k, v).flatten(-2))
+        out: Tensor = self.out(attend(layer, q, k, v).flatten(-2))
+        return out
 
 
 class MLP(nn.Module):
@@ -84,7 +87,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
 
 
 class Block(nn.Module):

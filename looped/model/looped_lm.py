@@ -116,25 +116,35 @@ class LoopedLM(nn.Module):
         rope = rotary(positions, self.config, h.dtype)
         for layer, block in enumerate(self.core_blocks, start=self.config.num_prelude_layers):
             h = block(h, rope, layer, attend)
-        return self.norm(h) if self.config.loop_norm else h
+        return self._final_norm(h) if self.config.loop_norm else h
 
     def readout(self, h: Tensor) -> Tensor:
         """What a gate sees of the state h [..., D]: Ouro's final norm of it, Huginn's state as it is."""
         if self.config.loop_norm or self.config.injection:
             return h
-        return self.norm(h)
+        return self._final_norm(h)
 
-    def coda(self, h: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The last unshared layers, final norm and LM head: h [..., D] to logits [..., V]."""
+    def coda(self, h: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """The last unshared layers, final norm and LM head: h [..., D] to logits [..., V].
+
+        `rows` picks, after the layers, the rows of h [N, D] whose logits are wanted: a prompt's last tokens.
+        """
         if self.config.injection:
             h = self.norm(h)
         if self.coda_blocks:
             rope = rotary(positions, self.config, h.dtype)
             for layer, block in enumerate(self.coda_blocks, start=self.config.core_layers.stop):
                 h = block(h, rope, layer, attend)
+        if rows is not None:
+            h = h[rows]
         if self.coda_blocks or not self.config.loop_norm:
             h = self.norm(h)
-        return self.head(h)
+        logits: Tensor = self.head(h)
+        return logits
+
+    def _final_norm(self, h: Tensor) -> Tensor:
+        normed: Tensor = self.norm(h)
+        return normed
 
     def check_depth(self, depth: int | None) -> int:
         """R, or the wanted `depth` after checking that 1 <= depth <= R."""

@@ -1,0 +1,149 @@
+"""Gates without training: the convergence criterion, a fixed depth, recorded depths, and the delay wrapper."""
+
+# B rows, D width
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from looped.errors import LoopedError
+from looped.gates.protocol import Carry, Entry, Gate, Params, State, none_ahead, wide
+
+if TYPE_CHECKING:
+    from looped.config import ModelConfig
+    from looped.model import LoopedLM
+
+# Huginn's own cut-off for its latent-difference criterion, for models whose config states none for it.
+_CONVERGENCE_DEFAULT = 0.03
+
+
+class ConvergenceGate(Gate):
+    """Exit when ||z_r - z_{r-1}|| / ||z_r|| < q; at r = 1 the comparison is with the initial state."""
+
+    kind = "convergence"
+    min_depth = 2
+    threshold_range = (0.0, math.inf)
+
+    def default_threshold(self, config: ModelConfig) -> float:
+        if self.threshold is not None:
+            return self.threshold
+        return _CONVERGENCE_DEFAULT if config.exit_gate else config.exit_threshold
+
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        return (entry.z0,), none_ahead(entry.z0)
+
+    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
+        now = wide(z)
+        change = (now - wide(state[0])).norm(dim=-1) / now.norm(dim=-1)
+        return (z,), (change < params.threshold.to(change.dtype)) & (step >= params.min_depth)
+
+
+class _KnownDepth(Gate):
+    """A gate that knows the exit depth of a decode token beforehand. Takes no threshold."""
+
+    latency = 1
+    decode_only = True
+    threshold = 0.0
+    threshold_range = (-math.inf, math.inf)
+
+    def depth(self, entry: Entry) -> Tensor:
+        """Exit depths [B]."""
+        raise NotImplementedError
+
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        depth = torch.maximum(self.depth(entry), params.min_depth)
+        return (depth,), depth <= 1
+
+    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
+        return state, state[0] <= step + 1
+
+
+class FixedGate(_KnownDepth):
+    """Every decode token leaves after `n` loop steps; prompts run at full depth."""
+
+    kind = "fixed"
+
+    def __init__(self, n: int) -> None:
+        if n < 1:
+            raise LoopedError(f"the fixed gate needs a depth of at least 1, got {n}")
+        self.n = n
+
+    @property
+    def name(self) -> str:
+        return f"fixed-{self.n}"
+
+    def depth(self, entry: Entry) -> Tensor:
+        return torch.full_like(entry.token_index, self.n)
+
+
+class ReplayGate(_KnownDepth):
+    """Replays recorded depths: `depths[i]` for token i of the request, or one such list for each request of a call.
+
+    Entry 0 belongs to the prefill and is not used; tokens past the end run at full depth.
+    """
+
+    kind = "replay"
+
+    def __init__(self, depths: Sequence[int] | Sequence[Sequence[int]]) -> None:
+        rows = [[d] if isinstance(d, int) else [*d] for d in depths]
+        self.shared = all(isinstance(d, int) for d in depths)
+        lists = [sum(rows, [])] if self.shared else rows
+        if not any(lists) or min(min(row, default=1) for row in lists) < 1:
+            raise LoopedError("the replay gate needs depths of at least 1")
+        width = max(map(len, lists)) + 1
+        never_early = torch.iinfo(torch.int64).max
+        self.table = torch.full((len(lists), width), never_early, dtype=torch.int64)
+        for row, values in enumerate(lists):
+            self.table[row, : len(values)] = torch.tensor(values)
+
+    def bind(self, model: LoopedLM) -> ReplayGate:
+        self.table = self.table.to(model.device)
+        return self
+
+    def depth(self, entry: Entry) -> Tensor:
+        row = torch.zeros_like(entry.request) if self.shared else entry.request
+        if not self.shared and int(row.max()) >= self.table.shape[0]:
+            raise LoopedError(f"the replay gate holds depths of {self.table.shape[0]} requests; more were given")
+        return self.table[row, entry.token_index.clamp(max=self.table.shape[1] - 1)]
+
+
+class DelayGate(Gate):
+    """A latency-0 gate whose decision takes effect one loop step later, so that it is known ahead (Huginn's way)."""
+
+    kind = "delay"
+    latency = 1
+
+    def __init__(self, inner: Gate) -> None:
+        if inner.latency != 0:
+            raise LoopedError(f"the {inner.name} gate is known one step ahead already; delay=1 wraps latency-0 gates")
+        self.inner = inner
+        self.uses_carry, self.min_depth = inner.uses_carry, inner.min_depth + 1
+        self.threshold, self.threshold_range = inner.threshold, inner.threshold_range
+
+    @property
+    def name(self) -> str:
+        return f"delayed-{self.inner.name}"
+
+    def bind(self, model: LoopedLM) -> DelayGate:
+        return DelayGate(self.inner.bind(model))
+
+    def default_threshold(self, config: ModelConfig) -> float:
+        return self.inner.default_threshold(config)
+
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        return self.inner.start(entry, self._inner_params(params))
+
+    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
+        return self.inner.step(state, z, step, self._inner_params(params))
+
+    def finish(self, z: Tensor, logits: Tensor, token: Tensor, depth: Tensor) -> Carry:
+        return self.inner.finish(z, logits, token, depth)
+
+    def _inner_params(self, params: Params) -> Params:
+        """The floor is about the exit, one step after the inner gate's decision."""
+        return params._replace(min_depth=params.min_depth - 1)

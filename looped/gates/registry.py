@@ -1,0 +1,67 @@
+"""From a name to a gate: built-in kinds, gates that ship with an embedded model, checkpoint folders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from looped.errors import LoopedError, unknown
+from looped.gates.checkpoint import TRAINED, read_card, read_gate
+from looped.gates.criteria import ConvergenceGate, DelayGate, FixedGate
+from looped.gates.hazard import OuroGate
+from looped.gates.protocol import Gate
+from looped.model import LoopedLM
+from looped.model.loading import ASSETS
+
+GATE_NAMES = ("ouro", "convergence", "lookahead", "pre-loop", "fixed-N", "delayed-ouro", "delayed-convergence")
+
+
+def load_gate(name_or_dir: str | Path) -> Gate:
+    """A gate by name or from a checkpoint folder, not yet bound to a model.
+
+    `lookahead` and `pre-loop` are the gates that ship with tiny-ouro. Raises `LoopedError` for an unknown name and
+    for a damaged checkpoint.
+    """
+    name = str(name_or_dir)
+    if name in TRAINED:
+        return read_gate(ASSETS / "tiny-ouro" / "gates" / name)
+    return _built_in(name) or _from_folder(name)
+
+
+def get_gate(gate: str | Path | Gate, model: LoopedLM) -> Gate:
+    """A gate, name or folder bound to a model. A shipped gate is found by the weights it was made for."""
+    if isinstance(gate, Gate):
+        return gate.bind(model)
+    if str(gate) in TRAINED:
+        return read_gate(_shipped(str(gate), model)).bind(model)
+    return load_gate(gate).bind(model)
+
+
+def native_gate(model: LoopedLM) -> Gate:
+    """The gate a model comes with: its own exit gate, else the convergence criterion."""
+    return (OuroGate() if model.exit_gate is not None else ConvergenceGate()).bind(model)
+
+
+def _built_in(name: str) -> Gate | None:
+    if name.startswith("delayed-"):
+        inner = _built_in(name.removeprefix("delayed-"))
+        return DelayGate(inner) if inner else None
+    fixed = re.fullmatch(r"fixed-(\d+)", name)
+    if fixed:
+        return FixedGate(int(fixed[1]))
+    kinds: dict[str, type[Gate]] = {"ouro": OuroGate, "convergence": ConvergenceGate}
+    return kinds[name]() if name in kinds else None
+
+
+def _from_folder(name: str) -> Gate:
+    if Path(name).is_dir():
+        return read_gate(name)
+    raise unknown("gate", name, GATE_NAMES)
+
+
+def _shipped(name: str, model: LoopedLM) -> Path:
+    folders = [path.parent for path in sorted(ASSETS.glob(f"*/gates/{name}/gate.json"))]
+    for folder in folders:
+        if read_card(folder).teacher_revision == model.revision:
+            return folder
+    raise LoopedError(f"no {name} gate ships for {model.name}; make one with `looped train-gate` and give its folder")
