@@ -92,8 +92,8 @@ class ReplayGate(_KnownDepth):
     def __init__(self, depths: Sequence[int] | Sequence[Sequence[int]]) -> None:
         rows = [[d] if isinstance(d, int) else [*d] for d in depths]
         self.shared = all(isinstance(d, int) for d in depths)
-        lists = [sum(rows, [])] if self.shared else rows
-        if not any(lists) or min(min(row, default=1) for row in lists) < 1:
+        lists = [[d for row in rows for d in row]] if self.shared else rows
+        if not any(lists) or min(d for row in lists for d in row) < 1:
             raise LoopedError("the replay gate needs depths of at least 1")
         width = max(map(len, lists)) + 1
         never_early = torch.iinfo(torch.int64).max

@@ -41,7 +41,7 @@ class Carry(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Rows about to enter the loop. `token_index` counts the tokens of a request: its prefill produces 0, decode 1, 2, …"""
+    """Rows about to enter the loop. `token_index` counts a request's tokens: its prefill makes 0."""
 
     z0: Tensor
     injection: Tensor | None

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
         qkv: Tensor = self.qkv(x)
-        q, k, v = qkv.view(*x.shape[:-1], -1, self.head_dim).split(self.sizes, -2)
+        q, k, v = qkv.view(*x.shape[:-1], -1, self.head_dim).split(list(self.sizes), -2)
         if self.qk_bias is not None:
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k = rotate(q, rope, self.interleaved), rotate(k, rope, self.interleaved)
@@ -108,4 +108,5 @@ class Block(nn.Module):
         attended = self.attention(self.norm_1(x), rope, layer, attend)
         x = self.norm_2(x + attended) if self.norm_after_sum else x + self.norm_2(attended)
         mixed = self.mlp(self.norm_3(x))
-        return self.norm_4(x + mixed) if self.norm_after_sum else x + self.norm_4(mixed)
+        out: Tensor = self.norm_4(x + mixed) if self.norm_after_sum else x + self.norm_4(mixed)
+        return out

@@ -129,7 +129,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # offline, unknown id, no access: the hub's many exception types mean one thing here
         raise LoopedError(
-            f"{hub_id} is not in the local cache and the Hugging Face hub could not be reached ({type(error).__name__}); "
+            f"{hub_id} is not in the local cache and the hub could not be reached ({type(error).__name__}); "
             "connect once, or download the checkpoint elsewhere and give its folder"
         ) from error
 
