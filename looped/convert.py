@@ -46,9 +46,9 @@ def convert(value: Any, kind: Any, where: str, choices: Sequence[str] = ()) -> A
 
 
 def describe(kind: Any) -> str:
-    """The type in words, for messages: `a whole number or none`."""
+    """The type in words, for messages: `a whole number or one of auto`. That None is allowed as well is not said."""
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(describe(member) for member in get_args(kind))
+        return " or ".join(describe(member) for member in get_args(kind) if member is not types.NoneType)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) in (tuple, list):

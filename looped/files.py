@@ -6,9 +6,10 @@ and `looped/shipped/recipes` (pyproject.toml maps them). One lookup serves a che
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
-from looped.errors import LoopedError, unknown
+from looped.errors import LoopedError
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -31,7 +32,7 @@ def find(path: str | Path, kind: str) -> Path:
             return candidate
     folder, suffix = Path(path).parent, Path(path).suffix
     places = [place for place in (folder, shipped(folder)) if place.is_dir()]
-    names = {str(folder / file.name) for place in places for file in place.iterdir() if file.suffix == suffix}
-    if not names:
-        raise LoopedError(f"{kind} {str(path)!r} does not exist; give the path of a file that does")
-    raise unknown(kind, str(path), sorted(names))
+    names = [str(folder / file.name) for place in places for file in place.iterdir() if file.suffix == suffix]
+    near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "give the path of a file that does"
+    raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -240,7 +241,7 @@ def _help(cls: type[Any], leaves: Sequence[Leaf], prog: str) -> str:
     positionals = [leaf for leaf in leaves if leaf.positional]
     places = [leaf.typed if leaf.default is dataclasses.MISSING else f"[{leaf.typed}]" for leaf in positionals]
     usage = " ".join(["usage:", prog, *places, "[flags]"])
-    parts = [usage, textwrap.dedent((cls.__doc__ or "").strip())]
+    parts = [usage, inspect.cleandoc(cls.__doc__ or "")]
     parts += [_entry(leaf.typed + _metavar(leaf), leaf) for leaf in positionals]
     parts += [_entry(leaf.flag + _metavar(leaf), leaf) for leaf in leaves if not leaf.positional]
     parts.append(_wrapped("--config PATH", "YAML file with values for these names; flags win over it"))
