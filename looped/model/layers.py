@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
         qkv: Tensor = self.qkv(x)
-        q, k, v = qkv.view(*x.shape[:-1], -1, self.head_dim).split(list(self.sizes), -2)
+        q, k, v = torch.split(qkv.view(*x.shape[:-1], -1, self.head_dim), list(self.sizes), -2)
         if self.qk_bias is not None:
             q, k = q + self.qk_bias[0], k + self.qk_bias[1]
         q, k = rotate(q, rope, self.interleaved), rotate(k, rope, self.interleaved)
