@@ -43,7 +43,7 @@ class Limits:
         for name in ("min_free_slots", "min_coda_batch"):
             if getattr(self, name) > self.max_num_seqs:
                 raise LoopedError(
-                    f"{name} is {getattr(self, name)}, more than max_num_seqs {self.max_num_seqs}: it would never be met"
+                    f"{name} {getattr(self, name)} is above max_num_seqs {self.max_num_seqs}, so it would never be met"
                 )
         if not 0.0 <= self.kv_headroom < 1.0:
             raise LoopedError(f"kv_headroom is a share of the KV pool in [0, 1), got {self.kv_headroom}")
@@ -356,4 +356,6 @@ class Scheduler:
     def _record(self, plan: Plan, steps: Sequence[tuple[int, int]] = (), exits: int = 0) -> None:
         if self.trace is not None:
             queues = (len(self.prelude), len(self.core), len(self.coda), len(self.waiting))
-            self.trace.append(TraceRow(plan.stage, len(plan.slots), plan.num_prompt_tokens, tuple(steps), exits, *queues))
+            self.trace.append(
+                TraceRow(plan.stage, len(plan.slots), plan.num_prompt_tokens, tuple(steps), exits, *queues)
+            )

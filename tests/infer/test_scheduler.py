@@ -102,9 +102,12 @@ def test_decode_is_interrupted_only_for_enough_free_slots():
         plan = scheduler.next()
         scheduler.done_coda(plan, finished)
         scheduler.done_prelude(scheduler.next())
-        assert scheduler._choose(
-            Counts(0, len(scheduler.core), 0, scheduler.can_prefill()), scheduler.limits.min_coda_batch
-        ) is then
+        assert (
+            scheduler._choose(
+                Counts(0, len(scheduler.core), 0, scheduler.can_prefill()), scheduler.limits.min_coda_batch
+            )
+            is then
+        )
 
 
 def test_head_of_the_line_waits_for_memory_and_nobody_overtakes():

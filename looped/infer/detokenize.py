@@ -1,0 +1,75 @@
+"""Text from a growing list of token ids: whole characters only, and nothing that a stop string may take back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_INCOMPLETE = "\ufffd"
+
+
+class Decodes(Protocol):
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """Incremental decoding of one sequence.
+
+    Only the last few ids are decoded again for each token: text is the difference of two decodes that share their
+    beginning, so tokenizers that treat the first token of a text apart do no harm.
+    """
+
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._from = 0
+        self._read = 0
+        self._text = ""
+        self._shown = 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text so far, cut before a stop string."""
+        return self._text
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the new text that may be shown."""
+        self._ids.append(token_id)
+        before = self._tokenizer.decode(self._ids[self._from : self._read])
+        now = self._tokenizer.decode(self._ids[self._from :])
+        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
+            self._add(now[len(before) :])
+            self._from, self._read = self._read, len(self._ids)
+        return self._show(len(self._text) - (0 if self.stopped else self._held_back()))
+
+    def finish(self) -> str:
+        """The rest of the text once no more tokens come, incomplete characters included."""
+        if not self.stopped:
+            before = self._tokenizer.decode(self._ids[self._from : self._read])
+            now = self._tokenizer.decode(self._ids[self._from :])
+            self._add(now[len(before) :])
+            self._from = self._read = len(self._ids)
+        return self._show(len(self._text))
+
+    def _add(self, new: str) -> None:
+        start = max(0, len(self._text) - max((len(stop) for stop in self._stop), default=1) + 1)
+        self._text += new
+        hits = [at for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
+        if hits:
+            self.stopped = True
+            self._text = self._text[: min(hits)]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _show(self, upto: int) -> str:
+        new = self._text[self._shown : upto]
+        self._shown = max(self._shown, upto)
+        return new

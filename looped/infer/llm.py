@@ -1,0 +1,202 @@
+"""`looped.LLM`: the offline API over the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from looped.errors import LoopedError
+from looped.gates import Gate
+from looped.infer.engine import Engine
+from looped.infer.options import EngineOptions
+from looped.infer.request import Completion, Output, Request, SamplingParams
+from looped.infer.stats import Stats
+from looped.kv import KVLayout
+from looped.model import LoopedLM, load
+from looped.model.loading import parse_dtype
+from looped.progress import Progress, progress
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A looped language model served by continuous depth batching, for lists of prompts.
+
+    model: a name, hub id or folder, or a loaded model.
+    mode: the scheduler: "refill", "no-refill", or "cb" (token-level batching, every token at full depth).
+    kv: KV layout, None for the model's own. gate: name, folder or object, None for full depth.
+    threshold, min_depth: of the gate, None for its own; `SamplingParams` can override them per request.
+    depth: run with fewer loops, prompt and decode alike. compute: "dense" runs and stores all R loops, and the gate
+    only picks the output.
+    max_num_seqs, max_num_batched_tokens, min_free_slots, min_coda_batch, kv_headroom: W, M, S, K and rho of the paper;
+    None is max(1, W // 8) for S, and for K 1 for fully looped models, else W // 4.
+    chunk_size: prompts are cut at its multiples; None leaves a prompt whole where cuts change the result, and
+    elsewhere cuts it only to keep to `max_num_batched_tokens`.
+    num_pages, page_size: the KV pool; None takes what memory allows, and 16 tokens a page (1 for `ragged`).
+    backend: attention; graphs: CUDA graphs, without effect on a CPU.
+    dtype, device: how to load a model given by name; None is float32 and the first GPU, else the CPU.
+    seed: for requests without their own.
+
+    `prefill="ragged"`, `exits` other than "sync", `preemption` and `prefix_caching` are refused by name: they are not
+    available yet. Raises `LoopedError` for options out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoopedLM,
+        mode: str = "refill",
+        kv: str | KVLayout | None = None,
+        gate: str | Path | Gate | None = None,
+        threshold: float | None = None,
+        min_depth: int | None = None,
+        depth: int | None = None,
+        compute: str = "sparse",
+        prefill: str = "dense",
+        exits: str = "sync",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 8192,
+        chunk_size: int | None = None,
+        min_free_slots: int | None = None,
+        min_coda_batch: int | None = None,
+        kv_headroom: float = 0.0,
+        num_pages: int | None = None,
+        page_size: int | None = None,
+        preemption: str | None = None,
+        prefix_caching: bool = False,
+        backend: str = "auto",
+        graphs: bool = True,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+    ) -> None:
+        options = EngineOptions(
+            mode=mode,
+            kv=kv,
+            gate=gate,
+            threshold=threshold,
+            min_depth=min_depth,
+            depth=depth,
+            compute=compute,
+            prefill=prefill,
+            exits=exits,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunk_size=chunk_size,
+            min_free_slots=min_free_slots,
+            min_coda_batch=min_coda_batch,
+            kv_headroom=kv_headroom,
+            num_pages=num_pages,
+            page_size=page_size,
+            preemption=preemption,
+            prefix_caching=prefix_caching,
+            backend=backend,
+            graphs=graphs,
+            seed=seed,
+        )
+        options.check()
+        self.model = _model(model, dtype, device)
+        self.engine = Engine(self.model, options)
+        self._calls = 0
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and times of the engine so far."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        show_progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts (texts or lists of token ids), in their order. One parameter set serves all, or one each.
+
+        `show_progress` shows a progress bar. Raises `LoopedError` before anything runs if one of the prompts cannot.
+        """
+        texts = _prompts(prompts)
+        params = _params(sampling_params, len(texts))
+        self._calls += 1
+        requests = [
+            Request(f"call-{self._calls}-{i}", tuple(self._encode(text)), params[i], ordinal=i, stream=False)
+            for i, text in enumerate(texts)
+        ]
+        outputs: dict[str, list[Output]] = {request.key: [] for request in requests}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            self._drain(outputs, show_progress)
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.key)
+            raise
+        return [
+            self._completion(text, request, outputs[request.key]) for text, request in zip(texts, requests, strict=True)
+        ]
+
+    def _drain(self, outputs: dict[str, list[Output]], show: bool) -> None:
+        """Step until every request of the call is done."""
+        left = len(outputs)
+        bar: Progress[None] | None = progress(left, "generate") if show else None
+        while left:
+            for output in self.engine.step():
+                if output.key not in outputs:
+                    continue
+                outputs[output.key].append(output)
+                if output.finished:
+                    left -= 1
+                    if bar is not None:
+                        bar.advance()
+        if bar is not None:
+            bar.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.model.tokenizer is None:
+            raise LoopedError(f"{self.model.name} has no tokenizer: give prompts as lists of token ids")
+        return self.model.tokenizer.encode(prompt)
+
+    def _completion(self, prompt: Prompt, request: Request, outputs: list[Output]) -> Completion:
+        token_ids = [output.token for output in outputs if output.token is not None]
+        depths = [output.depth for output in outputs if output.token is not None]
+        text = "".join(output.text for output in outputs)
+        if not request.params.stop and self.model.tokenizer is not None:
+            text = self.model.tokenizer.decode(token_ids)
+        return Completion(
+            text=text,
+            token_ids=token_ids,
+            depths=depths,
+            finish_reason=outputs[-1].finish_reason or "error",
+            prompt_token_ids=list(request.prompt_ids),
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
+
+
+def _model(
+    model: str | Path | LoopedLM, dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> LoopedLM:
+    if not isinstance(model, LoopedLM):
+        return load(model, device=device, dtype="float32" if dtype is None else dtype)
+    if dtype is not None and parse_dtype(dtype) != model.dtype:
+        raise LoopedError(f"the model is loaded in {model.dtype}; load it in {dtype} or leave dtype out")
+    if device is not None and torch.device(device).type != model.device.type:
+        raise LoopedError(f"the model is loaded on {model.device}; load it on {device} or leave device out")
+    return model
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise LoopedError(f"{count} prompts but {len(given)} sets of sampling parameters; give one, or one a prompt")
+    return list(given)

@@ -1,0 +1,74 @@
+"""What an engine is built with: `LLM`'s arguments as one value, checked before anything is allocated. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from looped.errors import LoopedError, unknown
+from looped.infer.scheduler import POLICIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from looped.gates import Gate
+    from looped.kv import KVLayout
+
+EXITS = ("sync", "lookahead", "device")
+PREEMPTION = ("recompute", "offload")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """See `looped.LLM`, whose arguments these are.
+
+    `poison` fills freed pages with NaN, to test that nobody reads them.
+    """
+
+    mode: str = "refill"
+    kv: str | KVLayout | None = None
+    gate: str | Path | Gate | None = None
+    threshold: float | None = None
+    min_depth: int | None = None
+    depth: int | None = None
+    compute: str = "sparse"
+    prefill: str = "dense"
+    exits: str = "sync"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    chunk_size: int | None = None
+    min_free_slots: int | None = None
+    min_coda_batch: int | None = None
+    kv_headroom: float = 0.0
+    num_pages: int | None = None
+    page_size: int | None = None
+    preemption: str | None = None
+    prefix_caching: bool = False
+    backend: str = "auto"
+    graphs: bool = True
+    seed: int = 0
+    poison: bool = False
+
+    def check(self) -> None:
+        """Raise `LoopedError` for unknown names and for what is known but not available yet."""
+        if self.mode not in POLICIES:
+            raise unknown("mode", self.mode, POLICIES)
+        if self.exits not in EXITS:
+            raise unknown("exits", self.exits, EXITS)
+        if self.prefill not in ("dense", "ragged"):
+            raise unknown("prefill", self.prefill, ("dense", "ragged"))
+        if self.preemption is not None and self.preemption not in PREEMPTION:
+            raise unknown("preemption", self.preemption, PREEMPTION)
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise LoopedError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise LoopedError(f"seed must fit in 64 bits, got {self.seed}")
+        later = {
+            f"exits={self.exits!r}": (self.exits != "sync", "exits='sync'"),
+            "prefill='ragged'": (self.prefill == "ragged", "prefill='dense'"),
+            f"preemption={self.preemption!r}": (self.preemption is not None, "preemption=None"),
+            "prefix_caching=True": (self.prefix_caching, "prefix_caching=False"),
+        }
+        for given, (wanted, instead) in later.items():
+            if wanted:
+                raise LoopedError(f"{given} is not available in the engine yet; use {instead}")
