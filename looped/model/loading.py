@@ -46,6 +46,7 @@ def load(
     `device` None takes the first GPU, else the CPU. `max_loops` sets R; above what the checkpoint was trained with it
     warns. Raises `LoopedError` for an unknown name, an unreachable hub, an unsupported or damaged checkpoint.
     """
+    torch_dtype = parse_dtype(dtype)
     folder = find_checkpoint(name_or_path)
     config, family = read_config(folder)
     if max_loops is not None and max_loops > config.trained_loops:
@@ -57,7 +58,7 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device("meta"):
         model = LoopedLM(config)
-    model = model.to(dtype=parse_dtype(dtype)).to_empty(device=device)
+    model = model.to(dtype=torch_dtype).to_empty(device=device)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
     weights.read_into(model, family.weight_map(config), files)
