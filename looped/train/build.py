@@ -1,0 +1,78 @@
+"""A new model ready for training: initial weights, compiled blocks, optimiser groups, cost of a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from looped.config import ModelConfig
+from looped.model import LoopedLM
+from looped.train.recipe import Init, Optim
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 peak of the Hopper cards that MFU is quoted against."""
+
+
+def new_model(config: ModelConfig, init: Init, seed: int) -> LoopedLM:
+    """A model with trainable random weights: a pure function of the configuration, scales and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    model = LoopedLM(config)
+    width = config.hidden_size
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "exit_gate.weight":
+                parameter.zero_()
+            elif name == "exit_gate.bias":
+                parameter.fill_(init.gate_bias)
+            elif parameter.ndim >= 2 and not name.endswith("qk_bias"):
+                parameter.normal_(0.0, _std(name, config, init, width), generator=generator)
+        if not config.norm_after_sum:
+            for block in model.core_blocks:
+                block.norm_2.weight.fill_(init.branch_gain)
+                block.norm_4.weight.fill_(init.branch_gain)
+    return model.requires_grad_(True).train()
+
+
+def _std(name: str, config: ModelConfig, init: Init, width: int) -> float:
+    """Huginn's embedding is scaled up after the look-up, and its output layers down with their number (takase)."""
+    base = (2 / (5 * width)) ** 0.5
+    if not config.injection:
+        return {"embed.weight": init.embed_std, "head.weight": init.head_std}.get(name, init.linear_std)
+    depth = config.num_prelude_layers + config.max_loops * config.num_core_layers + config.num_coda_layers
+    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        return (1 / (5 * width * depth)) ** 0.5
+    return base
+
+
+def compile_blocks(model: LoopedLM) -> None:
+    """Compile each transformer block and the final norm in place: one graph, reused by every layer and loop step.
+
+    The loop itself stays in Python, so any number of steps runs the same code.
+    """
+    # one graph a stage and grad mode; layers of a stage share theirs, but the limit counts them apart
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    for stage in (model.prelude_blocks, model.core_blocks, model.coda_blocks):
+        for block in stage:
+            block.compile()
+    model.norm.compile()
+
+
+def optimiser(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:
+    """AdamW over two groups: matrices decay, norms, biases and the exit gate do not."""
+    decay, free = [], []
+    for name, parameter in model.named_parameters():
+        plain = parameter.ndim < 2 or "exit_gate" in name or name.endswith("qk_bias")
+        (free if plain else decay).append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": optim.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
+def flops_per_token(config: ModelConfig, window: int, loops: float, heads: float) -> float:
+    """Training FLOPs of one token: six per parameter and use, plus causal attention; `heads` is how often the head runs."""
+    boundary = (config.num_prelude_layers + config.num_coda_layers) * config.layer_params
+    matmuls = boundary + loops * config.core_params + heads * config.vocab_size * config.hidden_size
+    layers = config.num_prelude_layers + config.num_coda_layers + loops * config.num_core_layers
+    return 6.0 * (matmuls + layers * config.num_heads * config.head_dim * window)

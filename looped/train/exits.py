@@ -1,0 +1,102 @@
+"""Exit distributions of a looped LM in training: hazards, priors, the ragged forward's best-available keys and values."""
+
+# B rows, T tokens, R loop steps, H heads, K head dimension; leading dimensions [...] are free
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from looped.model.attention import dense_causal
+
+PriorName = Literal["poisson", "geometric", "uniform"]
+
+_POISSON_RATE = 2.1
+_GEOMETRIC_RATE = 0.37
+_TINY = 1e-9
+
+
+def exit_prior(name: PriorName, num_loops: int) -> Tensor:
+    """Wanted distribution over exit depths 1..R, [R], renormalised to it (ragged KV, appendix B)."""
+    depths = range(1, num_loops + 1)
+    if name == "poisson":
+        weights = [_POISSON_RATE**d / math.factorial(d) for d in depths]
+    elif name == "geometric":
+        weights = [(1 - _GEOMETRIC_RATE) ** (d - 1) for d in depths]
+    else:
+        weights = [1.0 for _ in depths]
+    total = sum(weights)
+    return torch.tensor([weight / total for weight in weights])
+
+
+def exit_distribution(hazards: Tensor) -> Tensor:
+    """pi(d) = lambda_d S_{d-1}, the last depth taking all that is left: hazards [..., R] to [..., R].
+
+    The last hazard is never used.
+    """
+    survival = torch.cumprod(1 - hazards[..., :-1], -1)
+    before = torch.cat((torch.ones_like(hazards[..., :1]), survival), -1)
+    stop = torch.cat((hazards[..., :-1], torch.ones_like(hazards[..., :1])), -1)
+    return stop * before
+
+
+def global_kl(pi: Tensor, prior: Tensor, mask: Tensor | None = None) -> Tensor:
+    """KL(mean of pi || prior), nats (ragged KV, eq. 10): single tokens may differ in depth.
+
+    The mean of pi [..., R] runs over all tokens, or over those of mask [...].
+    """
+    if mask is None:
+        return _kl(pi.flatten(0, -2).mean(0), prior)
+    share = mask[..., None] / mask.sum().clamp_min(1)
+    return _kl((pi * share).flatten(0, -2).sum(0), prior)
+
+
+def local_kl(pi: Tensor, prior: Tensor) -> Tensor:
+    """Mean over tokens of KL(pi_i || prior) of pi [..., R], nats (ragged KV, eq. 9)."""
+    return _kl(pi, prior).mean()
+
+
+def _kl(pi: Tensor, prior: Tensor) -> Tensor:
+    return (pi * (pi.clamp_min(_TINY).log() - prior.log())).sum(-1)
+
+
+def entropy(pi: Tensor) -> Tensor:
+    """Entropy of pi [..., R] over its last dimension, nats."""
+    return -(pi * pi.clamp_min(_TINY).log()).sum(-1)
+
+
+def hard_exits(pi: Tensor, threshold: float) -> Tensor:
+    """e = first depth whose cumulative pi reaches the threshold, R where none does: [..., R] to [...]."""
+    reached = pi.cumsum(-1) >= threshold
+    reached[..., -1] = True
+    return reached.int().argmax(-1) + 1
+
+
+class BestAvailable:
+    """`attend` of one ragged forward: position j offers step r's queries its K/V of step min(r, e_j).
+
+    Set `active` [B, T] (tokens that still loop) before every step; call `reset` before every forward. Exact for causal
+    attention without a loop over tokens, because whether j is active at step r depends on nothing to its right.
+    """
+
+    def __init__(self) -> None:
+        self.active: Tensor | None = None
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reset(self) -> None:
+        self.active = None
+        self._kept.clear()
+
+    # opaque to the compiler: which layer and step this is must not become part of a compiled block
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.to(v.dtype), v
+        if layer in self._kept and self.active is not None:
+            old_k, old_v = self._kept[layer]
+            active = self.active[..., None, None]
+            k, v = torch.where(active, k, old_k), torch.where(active, v, old_v)
+        self._kept[layer] = (k, v)
+        return dense_causal(layer, q.to(v.dtype), k, v)

@@ -1,0 +1,45 @@
+"""Cross-entropy per token without keeping logits: one chunk of tokens at a time, logits recomputed in the backward pass."""
+
+# B rows, T tokens, N tokens flat, D width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 32768
+
+
+def head_loss(z: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of the head on z [N, D], weight [V, D], targets [N] long: [N] float32."""
+    logits = F.linear(z, weight).float()
+    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
+
+
+def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats: logits [..., V] and targets [...] to [...] float32."""
+    wide = logits.float()
+    return wide.logsumexp(-1) - wide.gather(-1, targets[..., None]).squeeze(-1)
+
+
+def chunked_loss(
+    z: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int = CHUNK_TOKENS,
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss,
+) -> Tensor:
+    """`head_loss` of z [B, T, D] and targets [B, T], holding the logits of `chunk` tokens at once: [B, T].
+
+    Gradients reach z and the head; any weighting of the returned losses (such as pi) gets its own gradient outside.
+    """
+    flat, wanted = z.flatten(0, -2), targets.flatten()
+    parts = [
+        checkpoint(loss, part, weight, want, use_reentrant=False) if torch.is_grad_enabled() else loss(part, weight, want)
+        for part, want in zip(flat.split(chunk), wanted.split(chunk), strict=True)
+    ]
+    return torch.cat(parts).view(targets.shape)

@@ -1,0 +1,163 @@
+"""What a pretraining run is made of. One dataclass per part; `recipes/*.yaml` and flags fill them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from looped.config import ModelConfig
+from looped.errors import LoopedError
+from looped.options import option
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the model to build."""
+
+    family: Literal["ouro", "huginn"] = option("ouro", "model family")
+    width: int = option(320, "hidden size")
+    ffn: int = option(896, "width of the gated MLP")
+    heads: int = option(5, "attention heads, each of width / heads dimensions")
+    layers: tuple[int, int, int] = option((0, 5, 0), "transformer layers in prelude, core, coda")
+    loops: int = option(4, "R, the loop steps the model is trained for")
+    rope_theta: float = option(1e4, "base of the rotary positions")
+    loop_norm: bool = option(True, "final norm after every loop step, as released Ouro")
+
+
+@dataclass(frozen=True)
+class Init:
+    """Scales of the initial weights."""
+
+    embed_std: float = option(0.02, "token embedding")
+    linear_std: float = option(0.02, "all matrices but the head")
+    head_std: float = option(0.02, "LM head, where it is not tied")
+    branch_gain: float = option(0.02, "gain of the norm that ends each residual branch (Ouro)")
+    gate_bias: float = option(-1.1, "bias of the exit gate, whose weight starts at zero")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a fully looped model with an exit gate (Ouro)."""
+
+    prior: Literal["poisson", "geometric", "uniform"] = option("poisson", "wanted distribution of exit depths")
+    kl: Literal["global", "local"] = option("global", "hold the prior on the batch mean, or on every token")
+    kl_tokens: Literal["all", "groups"] = option(
+        "all", "tokens the mean runs over: all of them, or answers and the rest as two means that both meet the prior"
+    )
+    question_weight: float = option(1.0, "loss weight of tokens outside answers")
+    beta: float = option(0.1, "final weight of the KL to the prior")
+    beta_schedule: Literal["flat", "paper"] = option("flat", "constant after 2 % of the run, or the paper's slow rise")
+    floor: float = option(0.05, "share of the loss weights spread over all depths")
+    depth_cost: float = option(0.0, "cost per expected loop, to break ties towards shallow exits")
+    ragged_from: float = option(0.5, "part of the run after which every second step is ragged; 1 turns it off")
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How many loop steps a training step of a prelude-core-coda model (Huginn) runs."""
+
+    sampling: Literal["uniform", "lognormal-poisson", "fixed"] = option("lognormal-poisson", "distribution of steps")
+    mean: float = option(5.0, "mean number of steps before cutting to 1..R")
+    sigma: float = option(0.5, "spread of the log-normal part")
+    backprop: int = option(0, "steps that get gradients, counted from the last; 0 means all")
+    question_weight: float = option(1.0, "loss weight of tokens outside answers")
+    shallow_weight: float = option(0.0, "weight of a second loss, at a smaller number of steps of the same forward")
+    kv_shared_fraction: float = option(0.0, "share of steps trained on the last-written K/V of earlier tokens")
+    kv_shared_from: float = option(0.5, "part of the run after which those steps begin")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    lr: float = option(1.5e-3, "peak learning rate")
+    min_lr: float = option(0.1, "share of the peak that the cosine ends at")
+    warmup: float = option(0.05, "share of the run spent warming up")
+    weight_decay: float = option(0.1, "decay of matrices; norms, biases and the gate have none")
+    clip: float = option(1.0, "largest gradient norm")
+    rows: int = option(44, "windows in a micro-batch")
+    accumulate: int = option(1, "micro-batches in an optimiser step")
+    tokens: int = option(400_000_000, "tokens after which the schedule ends")
+    total_seconds: float | None = option(
+        None, "training time, summed over resumed runs, after which the schedule ends if the tokens do not end it first"
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    """The packed windows to train on."""
+
+    folder: Path | None = option(None, "folder of prepared windows; made there first when it holds none")
+    tokens: int = option(300_000_000, "tokens to generate")
+    window: int = option(1536, "tokens a window predicts")
+    workers: int = option(0, "processes that generate; 0 means one per core")
+    gsm8k: Path | None = option(None, "GSM8K training questions as JSONL (question, answer); left out when not given")
+    text: tuple[str, ...] = option(("repository",), "plain-text files; `repository` is the README, docs and sources")
+    seed: int = option(0, "seed of the generator")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Pretrain a looped language model."""
+
+    output: Path | None = option(None, "folder for checkpoints, log and the exported model")
+    name: str = option("model", "name of the exported folder")
+    model: Shape = Shape()
+    init: Init = Init()
+    objective: Objective = Objective()
+    recurrence: Recurrence = Recurrence()
+    optim: Optim = Optim()
+    data: Data = Data()
+    seed: int = option(0, "seed of weights, data order and sampled depths")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train")
+    precision: Literal["auto", "bf16-mixed", "32-true"] = option("auto", "bf16-mixed on a GPU, 32-true on a CPU")
+    compile: bool | None = option(None, "compile the blocks; on a GPU only when left out")
+    max_seconds: float | None = option(None, "stop cleanly, with a checkpoint, after this much time of this process")
+    max_steps: int | None = option(None, "stop cleanly after this many optimiser steps in all")
+    finish: bool = option(False, "end the schedule within --max-seconds")
+    reserve: float = option(45.0, "seconds of --max-seconds kept for evaluation and export")
+    checkpoint_seconds: float = option(120.0, "time between checkpoints")
+    log_every: int = option(50, "steps between progress lines")
+    eval_rows: int = option(64, "held-out windows scored at the end; 0 turns it off")
+    accuracy_problems: int = option(0, "evaluation problems answered greedily at the end, per depth and setting")
+    resume: bool = option(False, "go on from the checkpoint in the output folder")
+    overwrite: bool = option(False, "replace the run in the output folder")
+
+
+def model_config(shape: Shape, vocab_size: int, max_positions: int, eos_id: int | None, pad_id: int | None) -> ModelConfig:
+    """The configuration of a model of this shape."""
+    if shape.width % shape.heads:
+        raise LoopedError(f"model.width {shape.width} is not a multiple of model.heads {shape.heads}")
+    ouro = shape.family == "ouro"
+    prelude, core, coda = shape.layers
+    if ouro and prelude + coda:
+        raise LoopedError(f"model.layers {prelude},{core},{coda}: Ouro has all its layers in the core, such as 0,5,0")
+    return ModelConfig(
+        family=shape.family,
+        vocab_size=vocab_size,
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn,
+        num_heads=shape.heads,
+        num_kv_heads=shape.heads,
+        head_dim=shape.width // shape.heads,
+        num_prelude_layers=prelude,
+        num_core_layers=core,
+        num_coda_layers=coda,
+        max_loops=shape.loops,
+        trained_loops=shape.loops,
+        max_positions=max_positions,
+        rope_theta=shape.rope_theta,
+        loop_norm=ouro and shape.loop_norm,
+        injection=not ouro,
+        norm_after_sum=not ouro,
+        rope_interleaved=not ouro,
+        qk_bias=not ouro,
+        exit_gate=ouro,
+        tie_embeddings=not ouro,
+        embed_scale=1.0 if ouro else float(shape.width) ** 0.5,
+        eos_ids=() if eos_id is None else (eos_id,),
+        pad_id=pad_id,
+        exit_threshold=0.5 if ouro else 0.03,
+        default_layout="ragged" if ouro else "shared",
+    )

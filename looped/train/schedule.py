@@ -1,0 +1,76 @@
+"""Where a run stands between 0 and 1, by tokens or by time, and what depends on that: learning rate and beta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from looped.train.recipe import Objective, Optim
+
+# The paper's rise of beta (ragged KV, figure 6), in parts of the run and of the final weight; cosine between the points.
+_PAPER_BETA = ((0.0, 0.0), (0.25, 0.1), (0.5, 0.2), (1.0, 1.0))
+_FLAT_BETA = ((0.0, 0.0), (0.02, 1.0), (1.0, 1.0))
+
+
+def learning_rate(optim: Optim, progress: float) -> float:
+    """Linear warm-up to the peak, then a cosine to `min_lr` of it at the end of the run."""
+    if progress < optim.warmup:
+        return optim.lr * max(progress / optim.warmup, 0.01)
+    part = min((progress - optim.warmup) / max(1 - optim.warmup, 1e-9), 1.0)
+    return optim.lr * (optim.min_lr + (1 - optim.min_lr) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+def beta(objective: Objective, progress: float) -> float:
+    """Weight of the KL to the exit prior."""
+    points = _PAPER_BETA if objective.beta_schedule == "paper" else _FLAT_BETA
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+        if progress < right:
+            part = 0.5 * (1 - math.cos(math.pi * (progress - left) / (right - left)))
+            return objective.beta * (low + (high - low) * part)
+    return objective.beta
+
+
+@dataclass
+class Clock:
+    """Progress of a run. It ends after `total_steps`, or earlier where `total_seconds` would end first.
+
+    Without a time limit progress is step / total_steps exactly. With one, every step advances by the share of the
+    remaining time that a step takes, so a schedule ends with the time whatever the measured speed does.
+    """
+
+    total_steps: int
+    total_seconds: float | None
+    steps: int = 0
+    progress: float = 0.0
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    """What one step takes now; 0 while unknown."""
+
+    def advance(self) -> None:
+        """One optimiser step is done."""
+        self.steps += 1
+        share = 1 / self.total_steps
+        if self.total_seconds is None:
+            self.progress = self.steps / self.total_steps
+            return
+        if self.step_seconds:
+            left = max(self.total_seconds - self.seconds, self.step_seconds)
+            share = max(share, (1 - self.progress) * self.step_seconds / left)
+        self.progress = min(1.0, self.progress + share)
+        self.seconds += self.step_seconds
+
+    def measure(self, seconds: float, step_seconds: float) -> None:
+        """Tell the training time so far, over all resumed runs, and what a step takes now."""
+        self.seconds, self.step_seconds = seconds, step_seconds
+
+    @property
+    def done(self) -> bool:
+        # a step's worth of rounding must not cost a whole extra step at the end of the schedule
+        return self.steps >= self.total_steps or self.progress >= 1.0 - 1e-9
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "progress": self.progress, "seconds": self.seconds}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.steps, self.progress, self.seconds = state["steps"], state["progress"], state["seconds"]
