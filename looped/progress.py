@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar, overload
 
 T = TypeVar("T")
 REDRAW_SECONDS = 0.1
@@ -22,7 +22,11 @@ NUM_LINES = 10  # lines a job of known length prints where there is no terminal
 UNKNOWN_EVERY = 100  # steps between lines where the length is not known
 
 
-def progress(work: Iterable[T] | int, desc: str, *, every: int | None = None) -> Progress[T]:
+@overload
+def progress(work: int, desc: str, *, every: int | None = None) -> Progress[None]: ...
+@overload
+def progress(work: Iterable[T], desc: str, *, every: int | None = None) -> Progress[T]: ...
+def progress(work: Iterable[Any] | int, desc: str, *, every: int | None = None) -> Progress[Any]:
     """Show the progress of an iterable, or of `work` steps told by `advance`.
 
     for batch in progress(batches, "train"): ...

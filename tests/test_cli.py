@@ -64,6 +64,11 @@ def test_import_and_help_load_nothing_heavy() -> None:
     assert not imported("from looped.cli import main; main(['--help'])") & set(HEAVY)
 
 
+def test_the_engine_needs_no_library_of_an_extra() -> None:
+    loaded = imported("import looped.model, looped.gates, looped.decode, looped.infer")
+    assert not loaded & {"accelerate", "datasets", "fastapi", "lightning", "lm_eval", "transformers", "uvicorn"}
+
+
 def test_help_is_fast_and_lists_every_verb(cli_process: Cli) -> None:
     seconds = []
     for _ in range(3):  # the best of three: other processes share the machine
