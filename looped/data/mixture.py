@@ -50,7 +50,7 @@ class DataConfig:
     gsm8k: str | None = None
     """JSONL of the training problems, or `openai/gsm8k`; None leaves GSM8K out."""
     text: tuple[str, ...] = ()
-    """Plain-text files; `repository` means the README, the docs and the sources of this package."""
+    """Plain-text files; `repository` means the README, the docs and the sources of this package (data excepted)."""
     split: Literal["train", "eval"] = "train"
     """`eval` packs only items whose hash is held out: for a validation loss."""
     tokenizer: str | None = None
@@ -91,7 +91,9 @@ def _text_paths(names: tuple[str, ...]) -> list[Path]:
             package = Path(__file__).parent.parent
             root = package.parent
             paths += [p for p in (root / "README.md", root / "LICENSE") if p.is_file()]
-            paths += sorted((root / "docs").glob("*.md")) + sorted(package.rglob("*.py"))
+            paths += sorted((root / "docs").glob("*.md"))
+            # not the data package: it holds the wording of the held-out templates
+            paths += [p for p in sorted(package.rglob("*.py")) if p.parts[len(package.parts)] != "data"]
         elif Path(name).is_file():
             paths.append(Path(name))
         else:

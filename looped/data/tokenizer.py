@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from looped.data.drills import drill_problems
 from looped.data.exemplars import prefix
-from looped.data.wordmath.generate import unseen_problems, word_problems
+from looped.data.wordmath.generate import word_problems
 from looped.data.wordmath.words import Dice
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def sample(extra: Iterable[str] = (), seed: int = 0, words: int = 30_000, drills
     dice = Dice(f"tokenizer/{seed}")
     for problem in itertools.islice(word_problems(dice), words):
         yield problem.document() + "\n\n"
-    for problem in itertools.islice(unseen_problems(dice), words // 20):
-        yield problem.question
     for problem in itertools.islice(drill_problems(dice), drills):
         yield problem.document() + "\n\n"
     for _ in range(50):

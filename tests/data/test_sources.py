@@ -1,0 +1,161 @@
+"""Readers: GSM8K, documents of any source, and the lm-eval tasks."""
+
+import itertools
+import json
+
+import pytest
+
+from looped.data import load_documents
+from looped.data.evalsets import eval_items
+from looped.data.exemplars import exemplars, prefix
+from looped.data.gsm8k import gsm8k_train, solved
+from looped.data.tasks import task_dict
+from looped.errors import LoopedError
+
+
+def test_solved_strips_calculator_marks():
+    item = solved("How many?\n Say.", "He has 2*3=<<2*3=6>>6 apples\nand 1,000 <<6+994=1000>>pears.\n#### 1,000")
+    assert item.document() == "Q: How many? Say.\nA: He has 2*3=6 apples and 1,000 pears. The answer is 1000."
+
+
+def test_gsm8k_train_file(gsm8k_folder):
+    problems = gsm8k_train(str(gsm8k_folder / "train.jsonl"))
+    assert len(problems) == 7473
+    assert all(p.answer.lstrip("-").isdigit() for p in problems)
+    assert not any("<<" in p.chain or "####" in p.chain or "\n" in p.document()[len(p.question) + 6 :] for p in problems)
+
+
+def test_exemplars_equal_those_of_lm_eval():
+    lm_eval = pytest.importorskip("lm_eval")
+    import importlib.resources
+
+    yaml = pytest.importorskip("yaml")
+    path = importlib.resources.files(lm_eval) / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert [e._asdict() for e in exemplars()] == config["fewshot_config"]["samples"]
+    ours = task_dict("gsm8k", num_fewshot=8)
+    for key in ("doc_to_text", "doc_to_target", "metric_list", "num_fewshot", "output_type", "test_split", "repeats"):
+        assert ours[key] == config[key], key
+    assert ours["generation_kwargs"]["until"] == config["generation_kwargs"]["until"]
+    filters = {f["name"]: f["filter"] for f in config["filter_list"]}
+    assert {f["name"]: f["filter"] for f in ours["filter_list"]} == filters
+
+
+def _rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_documents_of_every_shape(tmp_path):
+    qa = _rows(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}])
+    assert list(load_documents(qa)) == ["Q: 1 + 1?\nA: 1+1=2. The answer is 2."]
+    text = _rows(tmp_path / "b.jsonl", [{"text": "one"}, {"text": "two"}])
+    assert list(load_documents(text)) == ["one", "two"]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    messages = _rows(tmp_path / "c.jsonl", [{"messages": chat}])
+    assert list(load_documents(messages)) == ["Q: hi\nA: ho"]
+    first = list(load_documents("embedded", seed=1, limit=20))
+    assert first == list(load_documents("embedded", seed=1, limit=20))
+    assert all(d.startswith("Q: ") and d.endswith(".") for d in first)
+
+
+def test_parquet(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).to_parquet(str(path))
+    assert list(load_documents(str(path))) == ["one", "two"]
+
+
+def test_bad_documents(tmp_path):
+    with pytest.raises(LoopedError, match=r"it has body, title\."):
+        list(load_documents(_rows(tmp_path / "a.jsonl", [{"title": "x", "body": "y"}])))
+    with pytest.raises(LoopedError, match="there is no data file"):
+        list(load_documents(str(tmp_path / "absent.jsonl")))
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(LoopedError, match="line 2, is not JSON"):
+        list(load_documents(str(tmp_path / "broken.jsonl")))
+    with pytest.raises(LoopedError, match="role and content"):
+        list(load_documents(_rows(tmp_path / "m.jsonl", [{"messages": [{"role": "user"}]}])))
+    with pytest.raises(LoopedError, match="give a .jsonl"):
+        list(load_documents(str(tmp_path)))
+
+
+def test_hub_name_without_network_is_one_sentence(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub\nretry later")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(LoopedError, match="cannot load the data set 'some/data'") as caught:
+        list(load_documents("some/data"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def lm_eval_offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return pytest.importorskip("lm_eval")
+
+
+def _answering(lm_eval, replies):
+    from lm_eval.api.model import LM
+
+    class Replies(LM):
+        def loglikelihood(self, requests):
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests):
+            raise NotImplementedError
+
+        def generate_until(self, requests):
+            self.contexts = [r.args[0] for r in requests]
+            return [replies(r.doc) for r in requests]
+
+    return Replies()
+
+
+def _right(doc):
+    return " " + doc["answer"].replace("#### ", "The answer is ") + "."
+
+
+@pytest.mark.parametrize("shots", [0, 8])
+def test_task_yamls_load_in_lm_eval(lm_eval_offline, repository, shots):
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(repository / "eval" / "wordmath"), include_defaults=False)
+    names = {"wordmath": "trained", "wordmath_heldout": "heldout", "wordmath_drills": "drills"}
+    model = _answering(lm_eval_offline, lambda doc: _right(doc) if doc["steps"] > 1 else " The answer is 1234.")
+    result = lm_eval_offline.simple_evaluate(
+        model, tasks=list(names), num_fewshot=shots, limit=40, task_manager=manager, bootstrap_iters=0
+    )
+    for task, name in names.items():
+        expected = sum(item.steps > 1 for item in eval_items(name, 40)) / 40
+        scores = result["results"][task]
+        assert scores["exact_match,strict-match"] == scores["exact_match,flexible-extract"] == expected
+    assert all(c.startswith(prefix(shots) + "Q: ") and c.count("Q: ") == shots + 1 for c in model.contexts)
+
+
+def test_task_dicts_run_in_lm_eval(lm_eval_offline, tmp_path):
+    data = _rows(tmp_path / "my.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2?", "answer": "2"}])
+    model = _answering(lm_eval_offline, lambda doc: " The answer is 2.")
+    tasks = [task_dict("gsm8k", data, num_fewshot=3), task_dict("wordmath_drills", num_fewshot=3)]
+    result = lm_eval_offline.simple_evaluate(model, tasks=tasks, limit=2, bootstrap_iters=0)
+    assert result["results"]["gsm8k"]["exact_match,strict-match"] == 1.0
+    assert result["n-shot"] == {"gsm8k": 3, "wordmath_drills": 3}
+    assert model.contexts[0].startswith(prefix(3) + "Q: ")
+
+
+def test_task_errors(tmp_path):
+    with pytest.raises(LoopedError, match="did you mean 'wordmath_heldout'"):
+        task_dict("wordmath-heldout")
+    with pytest.raises(LoopedError, match="give 0 to 8"):
+        task_dict("wordmath", num_fewshot=9)
+    with pytest.raises(LoopedError, match="it has prompt"):
+        task_dict("gsm8k", _rows(tmp_path / "x.jsonl", [{"prompt": "1"}]))
+    with pytest.raises(LoopedError, match="there is no data file"):
+        task_dict("gsm8k", str(tmp_path / "absent.jsonl"))
