@@ -1,0 +1,80 @@
+"""A chat as the text the model was trained on: the checkpoint's own template, rendered by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from looped.model.tokenizer import Tokenizer
+from looped.server.errors import ApiError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# What a request's chat_template_kwargs must not replace.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def find_template(tokenizer: Tokenizer) -> str | None:
+    """The chat template of a checkpoint folder: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
+    file = tokenizer.folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer.settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of the special tokens, which templates and clients ask for by name."""
+    settings = dict(tokenizer.settings)
+    file = tokenizer.folder / "special_tokens_map.json"
+    if file.exists():
+        settings = json.loads(file.read_text(encoding="utf-8")) | settings
+    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, ready to render."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: str) -> None:
+        self._model = model
+        self.text = None if tokenizer is None else find_template(tokenizer)
+        self._tokens = {} if tokenizer is None else special_tokens(tokenizer)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat. Raises a 400 when there is no template or it refuses the messages."""
+        if self.text is None:
+            raise ApiError(
+                400, f"{self._model} has no chat template; use /v1/completions with a prompt", code="no_chat_template"
+            )
+        if add_generation_prompt and continue_final_message:
+            message = "add_generation_prompt and continue_final_message exclude each other"
+            raise ApiError(400, message, param="continue_final_message")
+        reserved = sorted(set(extra or {}) & set(_RESERVED))
+        if reserved:
+            raise ApiError(400, f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                [[dict(message) for message in messages]],
+                chat_template=self.text,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self._tokens, **(extra or {})},
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ApiError(400, f"the chat template refused the messages: {reason}", param="messages") from error
+        return str(rendered[0])
