@@ -1,4 +1,4 @@
-"""Writes the packed training set: `tokens.npy` and `mask.npy`, filled by worker processes, and a manifest written last."""
+"""Writes the packed training set: `tokens.npy` and `mask.npy`, filled by worker processes; the manifest comes last."""
 
 from __future__ import annotations
 
@@ -124,9 +124,7 @@ def write_shard(
     return packed.counts, count
 
 
-def _run_workers(
-    folder: Path, shards: int, workers: int, finished: Callable[[dict[str, int], int], None]
-) -> None:
+def _run_workers(folder: Path, shards: int, workers: int, finished: Callable[[dict[str, int], int], None]) -> None:
     """Plain child processes: no fork of a process that may hold threads or a GPU, no re-import of the caller's main."""
     root = str(Path(__file__).resolve().parent.parent.parent)
     environment = dict(os.environ, TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")

@@ -1,4 +1,4 @@
-"""Documents for gate distillation from any source: the embedded generator, a JSONL or Parquet file, or a hub data set."""
+"""Documents for gate distillation: from the embedded generator, a JSONL or Parquet file, or a hub data set."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ def embedded_documents(seed: int = 0, drills: float = 0.35, evaluation: bool = F
         yield next(short if dice.chance(drills) else words).document()
 
 
-def load_documents(source: str = EMBEDDED, seed: int = 0, limit: int | None = None, split: str = "train") -> Iterator[str]:
+def load_documents(
+    source: str = EMBEDDED, seed: int = 0, limit: int | None = None, split: str = "train"
+) -> Iterator[str]:
     """Texts of a source, in order.
 
     `source` is "embedded" (endless, seeded), the path of a .jsonl or .parquet file, or a hub data set name. Rows have
     question and answer, or text, or messages (a list of role and content).
     Raises LoopedError for a missing file, a row without these columns (naming what was found), or no network.
     """
-    texts = embedded_documents(seed) if source == EMBEDDED else iter([_text(source, row) for row in _rows(source, split)])
+    texts = (
+        embedded_documents(seed) if source == EMBEDDED else iter([_text(source, row) for row in _rows(source, split)])
+    )
     return texts if limit is None else itertools.islice(texts, limit)
 
 
@@ -86,4 +90,6 @@ def _turn(source: str, message: Any) -> str:
         raise LoopedError(f"{source}: every entry of messages needs the fields role and content, both text.")
     if message.get("role") == "assistant":
         return f" {message['content'].strip()}\n\n"
-    return f"Q: {message['content'].strip()}\nA:" if message.get("role") == "user" else f"{message['content'].strip()}\n\n"
+    return (
+        f"Q: {message['content'].strip()}\nA:" if message.get("role") == "user" else f"{message['content'].strip()}\n\n"
+    )

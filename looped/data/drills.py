@@ -1,8 +1,8 @@
 """Short arithmetic drills. Most are answered directly, so the whole computation happens inside one token.
 
-There extra loop steps can pay: with a written chain every token is easy. Drills marked in SINGLE_DIGIT have answers of
-one digit, hence one token, computed from several operands. The `*_steps` drills ask for a written chain instead, and say
-so in the question. The held-out split hashes the bare expression, not its wording.
+There extra loop steps can pay: with a written chain every token is easy. Drills in SINGLE_DIGIT have answers of one
+digit, hence one token, computed from several operands. The `*_steps` drills ask for a written chain instead, and say so
+in the question. The held-out split hashes the bare expression, not its wording.
 """
 
 from __future__ import annotations
@@ -225,9 +225,7 @@ def larger(d: Dice, c: Chain) -> Draft:
     a = d.n(10, 999)
     b = d.pick(d.n(10, 999), int(str(a)[::-1]), max(1, a + d.n(-9, 9)))
     word = d.pick("larger", "smaller")
-    return Draft(
-        f"Which is {word}, {a} or {b}?", f"{word} {a} {b}", max(a, b) if word == "larger" else min(a, b), 1
-    )
+    return Draft(f"Which is {word}, {a} or {b}?", f"{word} {a} {b}", max(a, b) if word == "larger" else min(a, b), 1)
 
 
 @drill(weight=2)
@@ -273,7 +271,9 @@ def add_steps(d: Dice, c: Chain) -> Draft:
         parts.append(a // 100 * 100)
     parts += [c.add(a % 100 // 10 * 10, b % 100 // 10 * 10), c.add(a % 10, b % 10)]
     value = c.total(parts)
-    return Draft(d.pick(f"Step by step: {a} + {b}", f"Add {a} and {b} step by step."), f"steps {a} + {b}", value, c.steps)
+    return Draft(
+        d.pick(f"Step by step: {a} + {b}", f"Add {a} and {b} step by step."), f"steps {a} + {b}", value, c.steps
+    )
 
 
 @drill(weight=2)
@@ -286,7 +286,7 @@ def multiply_steps(d: Dice, c: Chain) -> Draft:
     else:
         first = c.mul(a, b // 10)
         parts = [c.mul(first, 10), c.mul(a, b % 10)]
-    value = c.add(*parts)
+    value = c.add(parts[-2], parts[-1])
     return Draft(
         d.pick(f"Step by step: {a} * {b}", f"Multiply {a} by {b} step by step."), f"steps {a} * {b}", value, c.steps
     )

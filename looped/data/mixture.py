@@ -79,7 +79,9 @@ def read_sources(config: DataConfig) -> Sources:
     """Reads the files of a config. Raises LoopedError for a missing file or column."""
     problems = gsm8k_train(config.gsm8k) if config.gsm8k else []
     evaluation = config.split == "eval"
-    kept = [(p.document(), len(p.answer)) for p in problems if held_out(p.question) == evaluation and p.answer.isdigit()]
+    kept = [
+        (p.document(), len(p.answer)) for p in problems if held_out(p.question) == evaluation and p.answer.isdigit()
+    ]
     pieces = [] if evaluation else [piece for path in _text_paths(config.text) for piece in _pieces(path)]
     return Sources(tuple(kept), tuple(pieces))
 
@@ -117,9 +119,7 @@ def streams(config: DataConfig, sources: Sources, dice: Dice) -> dict[str, Itera
     evaluation = config.split == "eval"
     result: dict[str, Iterator[Doc]] = {}
     if config.mix.words > 0:
-        result[WORDS] = (
-            Doc(p.document(), WORDS, len(str(p.answer)), False) for p in word_problems(dice, evaluation)
-        )
+        result[WORDS] = (Doc(p.document(), WORDS, len(str(p.answer)), False) for p in word_problems(dice, evaluation))
     if config.mix.drills > 0:
         result[DRILLS] = (
             Doc(p.document(), DRILLS, len(str(p.answer)), not p.chain) for p in drill_problems(dice, evaluation)
@@ -146,10 +146,8 @@ def shares(config: DataConfig, present: list[str]) -> dict[str, float]:
     return {name: share / total for name, share in result.items()}
 
 
-def mixed(
-    config: DataConfig, sources: Sources, mean_tokens: dict[str, float], shard: int
-) -> Iterator[Doc]:
-    """The endless document stream of a shard. A source is drawn in proportion to its token share over its mean length."""
+def mixed(config: DataConfig, sources: Sources, mean_tokens: dict[str, float], shard: int) -> Iterator[Doc]:
+    """The endless document stream of a shard. A source is drawn in proportion to token share over mean length."""
     dice = Dice(f"{config.split}/{config.seed}/{shard}")
     by_source = streams(config, sources, dice)
     names = list(by_source)

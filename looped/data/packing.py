@@ -75,9 +75,7 @@ class Packer:
         start = ids.index(self.newline) + 3  # newline, "A", ":"
         side = ANSWER_SIDE | (DIRECT if doc.direct else 0)
         number = len(ids) - 1 - doc.answer_digits  # the last token is the full stop
-        return (
-            [0] * start + [side] * (number - start) + [side | ANSWER_NUMBER] * doc.answer_digits + [side]
-        )
+        return [0] * start + [side] * (number - start) + [side | ANSWER_NUMBER] * doc.answer_digits + [side]
 
     def mean_tokens(self, sources: Sources, samples: int = 200) -> dict[str, float]:
         """Mean tokens of a document with its terminator, by source, from a fixed sample."""

@@ -25,9 +25,7 @@ VOCAB_SIZE = 2048
 
 # An operator between numbers is one piece with its spaces. A space before a digit stands alone, so a number is always
 # the same digit tokens. A run of newlines is one piece, so a document splits alike alone and before another.
-_PIECES = (
-    r" [-+*/=] (?=\p{N})|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+(?!\S)|\s"
-)
+_PIECES = r" [-+*/=] (?=\p{N})|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|[^\S\n]+(?!\S)|\s"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

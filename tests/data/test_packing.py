@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, Mix, Windows, build, build_dataset
-from looped.data import build as build_module_function  # noqa: F401
 from looped.data import tokenizer as tokenizers_
 from looped.data.exemplars import prefix
 from looped.errors import LoopedError
@@ -19,14 +18,10 @@ def packed(tmp_path_factory):
     return build(tmp_path_factory.mktemp("data") / "set", 400_000, seed=7, workers=1)
 
 
-def test_workers_do_not_change_the_result(tmp_path, monkeypatch):
-    import looped.data.build  # the module, not the function of the same name
-
-    module = __import__("sys").modules["looped.data.build"]
-    monkeypatch.setattr(module, "SHARD_ROWS", 1024)
+def test_workers_do_not_change_the_result(tmp_path):
     options = {"tokens": 2100 * 65, "seq_len": 64, "seed": 3}
     one, two = build(tmp_path / "one", workers=1, **options), build(tmp_path / "two", workers=2, **options)
-    assert looped.data.Windows(one).tokens.shape == (2100, 65)
+    assert Windows(one).tokens.shape == (2100, 65)
     for name in ("tokens.npy", "mask.npy"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     other = build(tmp_path / "other", workers=1, **{**options, "seed": 4})
@@ -56,7 +51,7 @@ def test_masks_mark_the_answers(packed):
                     break
                 start += 1
         expected = [a.split(".")[0].split("\n")[0] for a in answers[start + 1 :]]
-        assert [m for m in marked] == [e for e in expected if e], row
+        assert marked == [e for e in expected if e], row
         assert not np.any((mask & ANSWER_NUMBER != 0) & (mask & ANSWER_SIDE == 0))
         seen_direct += int(np.sum((mask & (DIRECT | ANSWER_NUMBER)) == (DIRECT | ANSWER_NUMBER)))
         for i in np.flatnonzero(mask & ANSWER_NUMBER):

@@ -56,11 +56,16 @@ def test_every_operand_comes_from_the_question_or_an_earlier_step():
             fractions = {int(n) for n in re.findall(r"(\d+)%? is", problem.chain)}
             known |= fractions
             for operand in (int(a), int(b)):
-                assert operand in known or operand * 10 in known or problem.template in {
-                    "range_of_scores",
-                    "trips_needed",
-                    "share_leftover",
-                }, (problem, operand, op)
+                assert (
+                    operand in known
+                    or operand * 10 in known
+                    or problem.template
+                    in {
+                        "range_of_scores",
+                        "trips_needed",
+                        "share_leftover",
+                    }
+                ), (problem, operand, op)
             known.add(int(c))
 
 

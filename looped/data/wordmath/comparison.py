@@ -1,4 +1,5 @@
 """More and less, twice and half, ages, averages."""
+# ruff: noqa: E501 - a question reads best on one line, as the model sees it
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Fractions, percentages, ratios, recipes and shapes."""
+# ruff: noqa: E501 - a question reads best on one line, as the model sees it
 
 from __future__ import annotations
 
@@ -134,10 +135,7 @@ def percent_growth(d: Dice, c: Chain) -> tuple[str, int]:
     extra = d.n(2, 50)
     what = d.pick("town has", "school has", "club has", "farm has")
     who = d.pick("people", "members", "trees", "animals")
-    q = (
-        f"A {what} {n} {who}. The number grows by {percent}% and then by {extra} more. "
-        f"How many {who} are there now?"
-    )
+    q = f"A {what} {n} {who}. The number grows by {percent}% and then by {extra} more. How many {who} are there now?"
     c.note(f"{percent}% is 1/{part}.")
     s = c.div(n, part, "The growth is")
     t = c.add(n, s, "That makes")
@@ -164,7 +162,9 @@ def rectangle_fence(d: Dice, c: Chain) -> tuple[str, int]:
     what = d.pick("garden", "yard", "field", "pool")
     cost = d.chance(0.5)
     end = (
-        f"A fence costs ${u} per meter. How much does the fence around it cost?" if cost else "How long is a fence around it?"
+        f"A fence costs ${u} per meter. How much does the fence around it cost?"
+        if cost
+        else "How long is a fence around it?"
     )
     q = d.pick(
         f"A {what} is {a} meters long and {b} meters wide. {end}",

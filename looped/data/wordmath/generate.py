@@ -15,7 +15,9 @@ LONG = frozenset({"inventory", "wallet", "game_points", "number_puzzle", "farm_a
 """Templates of variable length are drawn three times as often, so that every number of steps is well covered."""
 
 
-def word_problems(dice: Dice, evaluation: bool = False, templates: Mapping[str, Template] = TRAINED) -> Iterator[Problem]:
+def word_problems(
+    dice: Dice, evaluation: bool = False, templates: Mapping[str, Template] = TRAINED
+) -> Iterator[Problem]:
     """Endless problems of the templates; `evaluation` selects the held-out part of the items, else the rest."""
     names = [name for name in templates for _ in range(3 if name in LONG else 1)]
     while True:

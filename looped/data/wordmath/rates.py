@@ -1,4 +1,5 @@
 """Speeds, wages, machines and changes of unit."""
+# ruff: noqa: E501 - a question reads best on one line, as the model sees it
 
 from __future__ import annotations
 

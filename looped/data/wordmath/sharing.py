@@ -1,4 +1,5 @@
 """Groups, rows, boxes, sharing and remainders."""
+# ruff: noqa: E501 - a question reads best on one line, as the model sees it
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def full_groups(d: Dice, c: Chain) -> tuple[str, int]:
     p, x = d.person(), d.thing()
     box = d.choice(CONTAINERS)
     a, b, k, groups = d.n(5, 60), d.n(5, 60), d.n(2, 12), d.n(2, 12)
-    b = k * groups - a if 0 < k * groups - a else b
+    b = k * groups - a if k * groups - a > 0 else b
     q = d.pick(
         f"{p} has {a} red and {b} blue {x}. A {box} holds {k}. How many {plural(box)} can {p.he} fill?",
         f"{p} puts {a} small and {b} large {x} into {plural(box)} of {k}. How many {plural(box)} does {p.he} need?",

@@ -1,4 +1,5 @@
 """Problems built from a random run of events: these give every length from one to six steps."""
+# ruff: noqa: E501 - a question reads best on one line, as the model sees it
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def inventory(d: Dice, c: Chain) -> tuple[str, int]:
                 if gain
                 else d.pick(f"{he} loses {k}.", f"{he} gives {k} to {w}.", f"{he} sells {k}.")
             )
-    said.append(d.pick(f"How many {x} does {p} have now?", f"How many {x} are left?", f"How many {x} does {p.he} have?"))
+    said.append(
+        d.pick(f"How many {x} does {p} have now?", f"How many {x} are left?", f"How many {x} does {p.he} have?")
+    )
     return " ".join(said), now
 
 
@@ -124,7 +127,10 @@ def harvest(d: Dice, c: Chain) -> tuple[str, int]:
     s = c.mul(rows, per, f"{p} picks")
     t = c.sub(s, bad, "Good are")
     if split:
-        q += d.pick(f" The rest goes into {k} equal bags. How many are in each bag?", f" {k} stores share the rest. How many does each get?")
+        q += d.pick(
+            f" The rest goes into {k} equal bags. How many are in each bag?",
+            f" {k} stores share the rest. How many does each get?",
+        )
         return q, c.div(t, k, "Each has")
     return q + d.pick(f" How many good {x} are there?", " How many are left?"), t
 
@@ -226,7 +232,11 @@ def before_story(d: Dice, c: Chain) -> tuple[str, int]:
 @template
 def daily_growth(d: Dice, c: Chain) -> tuple[str, int]:
     start, up, down, days = d.n(2, 60), d.n(3, 15), d.n(1, 9), d.n(2, 9)
-    what = d.pick("A snail at {} cm climbs {} cm each day and slides back {} cm each night.", "A plant of {} cm grows {} cm a day and loses {} cm a day to insects.", "A jar with {} coins gets {} coins and gives {} coins every day.")
+    what = d.pick(
+        "A snail at {} cm climbs {} cm each day and slides back {} cm each night.",
+        "A plant of {} cm grows {} cm a day and loses {} cm a day to insects.",
+        "A jar with {} coins gets {} coins and gives {} coins every day.",
+    )
     unit = "coins are in it" if what.startswith("A jar") else "cm is it"
     q = f"{what.format(start, up, down)} How many {unit} after {days} days?"
     s = c.sub(up, down, "Each day adds")

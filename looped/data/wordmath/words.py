@@ -21,22 +21,22 @@ class Person(NamedTuple):
 
 
 _SHE = (
-    "Anna Maria Emma Olivia Sofia Mia Lily Grace Nora Julia Sara Tina Rosa Alice Clara Diana Elena Fatima Hana Ines Jane "
-    "Kate Laura Mei Nina Priya Ruth Wendy Yara Zoe Betty Carla Dora Eva"
+    "Anna Maria Emma Olivia Sofia Mia Lily Grace Nora Julia Sara Tina Rosa Alice Clara Diana Elena Fatima Hana Ines "
+    "Jane Kate Laura Mei Nina Priya Ruth Wendy Yara Zoe Betty Carla Dora Eva"
 ).split()
 _HE = (
-    "Tom Ben Sam Jack Leo Max Omar Paul Carlos David Eric Felix George Henry Ivan James Kevin Liam Mark Noah Oscar Peter "
-    "Raj Steve Tim Victor Will Adam Bob Chen Dan Ali Hugo Luis"
+    "Tom Ben Sam Jack Leo Max Omar Paul Carlos David Eric Felix George Henry Ivan James Kevin Liam Mark Noah Oscar "
+    "Peter Raj Steve Tim Victor Will Adam Bob Chen Dan Ali Hugo Luis"
 ).split()
 PEOPLE = tuple([Person(n, "she", "her") for n in _SHE] + [Person(n, "he", "his") for n in _HE])
 
 THINGS = (
-    "apples oranges marbles stickers books pencils pens cards coins shells stamps balloons cookies cupcakes candies eggs "
-    "toys beads buttons bottles erasers notebooks flowers peaches lemons muffins crayons rocks plums pears grapes nuts"
+    "apples oranges marbles stickers books pencils pens cards coins shells stamps balloons cookies cupcakes candies "
+    "eggs toys beads buttons bottles erasers notebooks flowers peaches lemons muffins crayons rocks plums pears grapes nuts"
 ).split()
 GOODS = (
-    "book pen shirt hat cup plate toy lamp notebook ball puzzle cap mug scarf poster plant bag basket towel candle bowl "
-    "brush kite doll clock"
+    "book pen shirt hat cup plate toy lamp notebook ball puzzle cap mug scarf poster plant bag basket towel candle "
+    "bowl brush kite doll clock"
 ).split()
 FOODS = "sandwich muffin pie cake bagel burger salad soup pizza donut cookie juice coffee tea taco".split()
 CROPS = "tomatoes carrots onions potatoes melons pumpkins beans peppers cabbages beets".split()
