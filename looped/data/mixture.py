@@ -19,6 +19,7 @@ from looped.errors import LoopedError
 
 WORDS, DRILLS, GSM8K, TEXT = "words", "drills", "gsm8k", "text"
 SOURCES = (WORDS, DRILLS, GSM8K, TEXT)
+GENERATED = frozenset({WORDS, DRILLS})
 REPOSITORY = "repository"
 TEXT_PIECE = 1500
 """Characters of one plain-text document, cut at paragraph ends."""

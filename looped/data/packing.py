@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from looped.data.encoding import Encoder
 from looped.data.exemplars import exemplars
-from looped.data.mixture import DataConfig, Doc, Sources, mixed, streams
+from looped.data.mixture import GENERATED, DataConfig, Doc, Sources, mixed, streams
 from looped.data.tokenizer import END_ID
 from looped.data.wordmath.words import Dice
 
@@ -23,8 +24,6 @@ ANSWER_NUMBER = 2
 """Mask bit: a digit of the final answer."""
 DIRECT = 4
 """Mask bit: answer side of a drill without a written chain: here depth has to do the work."""
-
-_BATCH = 512
 
 
 class Encoded(NamedTuple):
@@ -45,29 +44,24 @@ class Packer:
     """Turns documents into windows with one tokenizer; holds the token ids that every window needs."""
 
     def __init__(self, tokenizer: Tokenizer, config: DataConfig) -> None:
-        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
         self.config = config
         self.newline = self._one("\n")
-        self.blank = self._ids("\n\n")
-        self.shots = [self._ids(f"{exemplar.document()}\n\n") for exemplar in exemplars()]
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        self.blank = self.encoder.generated("\n\n")
+        self.shots = [self.encoder.generated(f"{exemplar.document()}\n\n") for exemplar in exemplars()]
 
     def _one(self, text: str) -> int:
-        ids = self._ids(text)
+        ids = self.encoder.generated(text)
         if len(ids) != 1:
             raise ValueError(f"the tokenizer splits {text!r} into {len(ids)} tokens; packing needs one")
         return ids[0]
 
     def encode(self, docs: Iterator[Doc]) -> Iterator[Encoded]:
-        """Token ids and mask of every document, tokenized in batches."""
-        while batch := list(itertools.islice(docs, _BATCH)):
-            encodings = self.tokenizer.encode_batch_fast([doc.text for doc in batch], add_special_tokens=False)
-            for doc, encoding in zip(batch, encodings, strict=True):
-                ids = encoding.ids
-                yield Encoded(ids, self._mask(ids, doc), doc.source)
+        """Token ids and mask of every document."""
+        generated, repeated = self.encoder.generated, self.encoder.repeated
+        for doc in docs:
+            ids = generated(doc.text) if doc.source in GENERATED else repeated(doc.text)
+            yield Encoded(ids, self._mask(ids, doc), doc.source)
 
     def _mask(self, ids: list[int], doc: Doc) -> list[int]:
         if not doc.answer_digits:

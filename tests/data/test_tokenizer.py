@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from looped.data import tokenizer as module
 from looped.data.documents import embedded_documents
+from looped.data.encoding import Encoder
 from looped.data.exemplars import prefix
 
 TOKENIZER = module.load()
@@ -48,6 +49,19 @@ def test_pieces_join_like_the_whole():
         question, _, answer = document.partition("\nA:")
         joined = TOKENIZER.encode(question + "\nA:").ids + TOKENIZER.encode(answer).ids
         assert joined == TOKENIZER.encode(document).ids
+
+
+def test_encoder_equals_tokenizer():
+    encoder = Encoder(TOKENIZER)
+    for document in [*itertools.islice(embedded_documents(4), 3000), prefix()]:
+        assert encoder.generated(document) == TOKENIZER.encode(document).ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="ab Zé1 2+-=*/'s.\n\t$,", max_size=40))
+def test_encoder_equals_tokenizer_on_any_text(text):
+    encoder = Encoder(TOKENIZER)
+    assert encoder.generated(text) == encoder.repeated(text) == TOKENIZER.encode(text).ids
 
 
 def test_exemplars_fit():

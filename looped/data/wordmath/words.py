@@ -32,7 +32,8 @@ PEOPLE = tuple([Person(n, "she", "her") for n in _SHE] + [Person(n, "he", "his")
 
 THINGS = (
     "apples oranges marbles stickers books pencils pens cards coins shells stamps balloons cookies cupcakes candies "
-    "eggs toys beads buttons bottles erasers notebooks flowers peaches lemons muffins crayons rocks plums pears grapes nuts"
+    "eggs toys beads buttons bottles erasers notebooks flowers peaches lemons muffins crayons rocks "
+    "plums pears grapes nuts"
 ).split()
 GOODS = (
     "book pen shirt hat cup plate toy lamp notebook ball puzzle cap mug scarf poster plant bag basket towel candle "
