@@ -242,8 +242,8 @@ def _help(cls: type[Any], leaves: Sequence[Leaf], prog: str) -> str:
     places = [leaf.typed if leaf.default is dataclasses.MISSING else f"[{leaf.typed}]" for leaf in positionals]
     usage = " ".join(["usage:", prog, *places, "[flags]"])
     parts = [usage, inspect.cleandoc(cls.__doc__ or "")]
-    parts += [_entry(leaf.typed + _metavar(leaf), leaf) for leaf in positionals]
-    parts += [_entry(leaf.flag + _metavar(leaf), leaf) for leaf in leaves if not leaf.positional]
+    parts += [_entry(_head(leaf), leaf) for leaf in positionals]
+    parts += [_entry(_head(leaf), leaf) for leaf in leaves if not leaf.positional]
     parts.append(_wrapped("--config PATH", "YAML file with values for these names; flags win over it"))
     blocks = [part for part in parts if part]
     return "\n\n".join(blocks[:2]) + "\n\n" + "\n".join(blocks[2:])
@@ -263,15 +263,17 @@ def _default_text(value: Any) -> str:
     return str(value)
 
 
-def _metavar(leaf: Leaf) -> str:
-    """What follows the flag in the help: the choices, or a word for the type."""
+def _head(leaf: Leaf) -> str:
+    """The value as it is typed: `--[no-]graphs`, `--kv {depth,ragged}`, `--limit N`, `TASK`."""
     kind = without_none(leaf.kind)
     choices = leaf.choices or (get_args(kind) if get_origin(kind) is Literal else ())
+    if leaf.is_switch:
+        return f"--[no-]{leaf.flag[2:]}"
     if choices:
-        return " {" + ",".join(str(choice) for choice in choices) + "}"
-    if leaf.positional or kind is bool:
-        return ""
-    return " " + {int: "N", float: "X", Path: "PATH", str: "TEXT"}.get(kind, "VALUE")
+        return leaf.typed + " {" + ",".join(str(choice) for choice in choices) + "}"
+    if leaf.positional:
+        return leaf.typed
+    return leaf.typed + " " + {int: "N", float: "X", Path: "PATH", str: "TEXT"}.get(kind, "VALUE")
 
 
 def _wrapped(head: str, text: str) -> str:

@@ -191,7 +191,7 @@ def test_help_names_every_value_with_its_doc_and_default() -> None:
     assert "TASK {gsm8k,wordmath}" in text
     assert "--kv {depth,ragged,shared}" in text
     assert "learning rate (default: 0.0003)" in text
-    assert "use flash attention (default: on)" in text
+    assert "--[no-]flash            use flash attention (default: on)" in text
     assert "--config PATH" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
