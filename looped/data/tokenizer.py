@@ -51,7 +51,7 @@ def load(path: str | None = None) -> Tokenizer:
 
 
 def sample(extra: Iterable[str] = (), seed: int = 0, words: int = 30_000, drills: int = 10_000) -> Iterator[str]:
-    """The fixed texts the tokenizer is trained on; `extra` adds GSM8K documents and plain text."""
+    """The fixed texts the tokenizer is trained on; `extra` adds the GSM8K documents."""
     dice = Dice(f"tokenizer/{seed}")
     for problem in itertools.islice(word_problems(dice), words):
         yield problem.document() + "\n\n"

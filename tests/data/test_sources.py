@@ -8,7 +8,6 @@ from looped.data import load_documents
 from looped.data.evalsets import eval_items
 from looped.data.exemplars import exemplars, prefix
 from looped.data.gsm8k import gsm8k_train, solved
-from looped.data.tasks import task_dict
 from looped.errors import LoopedError
 
 
@@ -26,19 +25,27 @@ def test_gsm8k_train_file(gsm8k_folder):
     )
 
 
-def test_exemplars_equal_those_of_lm_eval():
+def test_tasks_equal_gsm8k_cot(repository):
     lm_eval = pytest.importorskip("lm_eval")
     import importlib.resources
 
     yaml = pytest.importorskip("yaml")
     path = importlib.resources.files(lm_eval) / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert [e._asdict() for e in exemplars()] == config["fewshot_config"]["samples"]
-    ours = task_dict("gsm8k", num_fewshot=8)
-    for key in ("doc_to_text", "doc_to_target", "metric_list", "num_fewshot", "output_type", "test_split", "repeats"):
-        assert ours[key] == config[key], key
-    assert ours["generation_kwargs"]["until"] == config["generation_kwargs"]["until"]
-    filters = {f["name"]: f["filter"] for f in config["filter_list"]}
+    theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert [e._asdict() for e in exemplars()] == theirs["fewshot_config"]["samples"]
+    ours = yaml.safe_load((repository / "eval" / "wordmath" / "_wordmath_common").read_text(encoding="utf-8"))
+    for key in (
+        "doc_to_text",
+        "doc_to_target",
+        "fewshot_config",
+        "metric_list",
+        "output_type",
+        "test_split",
+        "repeats",
+    ):
+        assert ours[key] == theirs[key], key
+    assert ours["generation_kwargs"]["until"] == theirs["generation_kwargs"]["until"]
+    filters = {f["name"]: f["filter"] for f in theirs["filter_list"]}
     assert {f["name"]: f["filter"] for f in ours["filter_list"]} == filters
 
 
@@ -139,28 +146,3 @@ def test_task_yamls_load_in_lm_eval(lm_eval_offline, repository, shots):
         scores = result["results"][task]
         assert scores["exact_match,strict-match"] == scores["exact_match,flexible-extract"] == expected
     assert all(c.startswith(prefix(shots) + "Q: ") and c.count("Q: ") == shots + 1 for c in model.contexts)
-
-
-def test_task_dicts_run_in_lm_eval(lm_eval_offline, tmp_path):
-    from lm_eval.tasks import TaskManager
-
-    data = _rows(tmp_path / "my.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2?", "answer": "2"}])
-    model = _answering(lm_eval_offline, lambda doc: " The answer is 2.")
-    tasks = [task_dict("gsm8k", data, num_fewshot=3), task_dict("wordmath_drills", num_fewshot=3)]
-    result = lm_eval_offline.simple_evaluate(
-        model, tasks=tasks, limit=2, task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
-    )
-    assert result["results"]["gsm8k"]["exact_match,strict-match"] == 1.0
-    assert result["n-shot"] == {"gsm8k": 3, "wordmath_drills": 3}
-    assert model.contexts[0].startswith(prefix(3) + "Q: ")
-
-
-def test_task_errors(tmp_path):
-    with pytest.raises(LoopedError, match="did you mean 'wordmath_heldout'"):
-        task_dict("wordmath-heldout")
-    with pytest.raises(LoopedError, match="give 0 to 8"):
-        task_dict("wordmath", num_fewshot=9)
-    with pytest.raises(LoopedError, match="it has prompt"):
-        task_dict("gsm8k", _rows(tmp_path / "x.jsonl", [{"prompt": "1"}]))
-    with pytest.raises(LoopedError, match="there is no data file"):
-        task_dict("gsm8k", str(tmp_path / "absent.jsonl"))

@@ -10,6 +10,7 @@ from looped.data import tokenizer as module
 from looped.data.documents import embedded_documents
 from looped.data.encoding import Encoder
 from looped.data.exemplars import prefix
+from looped.data.make import main
 
 TOKENIZER = module.load()
 
@@ -89,3 +90,15 @@ def test_training_is_deterministic():
     texts = list(module.sample(words=300, drills=100))
     assert texts == list(module.sample(words=300, drills=100))
     assert module.train(texts).to_str() == module.train(texts).to_str()
+
+
+@pytest.mark.slow
+def test_the_shipped_tokenizer_is_what_training_gives(gsm8k_folder, tmp_path):
+    assert main(["tokenizer", str(gsm8k_folder / "train.jsonl"), str(tmp_path)]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (module.folder() / name).read_bytes()
+
+
+def test_make_refuses_other_words(capsys):
+    assert main(["tokeniser"]) == 2
+    assert "give 'tokenizer GSM8K FOLDER'" in capsys.readouterr().err
