@@ -1,0 +1,81 @@
+"""lm-evaluation-harness' own command line, with our models in it under the name `looped`.
+
+    python -m looped.eval.harness --model looped --model_args pretrained=tiny-ouro,kv=ragged,gate=ouro,threshold=0.5 \
+        --tasks arc_easy --limit 100
+
+`--include_path eval` adds our task files. `--gen_kwargs exit_threshold=0.4,max_depth=3` changes the depth by request.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lm_eval.models  # noqa: F401  (must come before the registration below)
+from lm_eval.api.registry import register_model
+
+from looped.errors import LoopedError
+from looped.eval.distributed import join
+from looped.eval.evaluate import make_llm
+from looped.eval.lm import HarnessLM
+from looped.eval.setting import Setting
+from looped.model import load
+
+
+@register_model("looped")
+class CommandLineLM(HarnessLM):
+    """`--model looped`: `--model_args` are the flags of `looped eval`, with `pretrained` for the model.
+
+    The engine batches by itself, so `--batch_size` has no effect.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "tiny-ouro",
+        kv: str | None = None,
+        gate: str | None = None,
+        threshold: float | None = None,
+        min_depth: int | None = None,
+        depth: int | None = None,
+        compute: str = "sparse",
+        mode: str = "refill",
+        max_num_seqs: int = 64,
+        max_gen_toks: int = 256,
+        max_loops: int | None = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        seed: int = 0,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        world = join(device)
+        model = load(pretrained, world.device or device, dtype, max_loops)
+        setting = Setting(kv, gate, threshold, min_depth, depth, compute)
+        llm = make_llm(model, setting, mode, max_num_seqs, seed)
+        super().__init__(llm, max_gen_toks, depth, world, show=world.rank == 0)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        texts = super().generate_until(requests, disable_tqdm)
+        stats = self.llm.stats
+        if self.rank == 0:
+            mean = f"mean depth {stats.mean_depth:.2f}, " if stats.decode_tokens else ""
+            print(
+                f"looped: {len(requests)} requests, {mean}{self.num_tokens / self.seconds:.0f} tok/s", file=sys.stderr
+            )
+        return texts
+
+
+def main() -> int:
+    """Run the library's command line; our refusals end in one sentence and code 2."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except LoopedError as error:
+        print(f"looped: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
