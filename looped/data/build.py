@@ -21,7 +21,7 @@ from looped.data.mixture import DataConfig, Mix, Sources, read_sources
 from looped.data.packing import Packer
 from looped.errors import LoopedError
 
-SHARD_ROWS = 1024
+SHARD_ROWS = 128
 """Windows of one unit of work. Part of the result: shard k holds rows k * SHARD_ROWS and on."""
 MANIFEST = "manifest.json"
 
