@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from looped.server.engine_thread import EngineInfo, Loaded
+from looped.server.chat import ChatTemplate
 from looped.server.choices import NO_GATE, check_device, pick_gate
+from looped.server.engine_thread import EngineInfo, Loaded
 
 if TYPE_CHECKING:
     from looped.infer import Engine
@@ -44,6 +45,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         vocab_size=model.config.vocab_size,
         eos_ids=model.config.eos_ids,
         tokenizer=model.tokenizer,
+        template=ChatTemplate(model.tokenizer, model.name),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
     )

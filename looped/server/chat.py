@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from looped.model.tokenizer import Tokenizer
@@ -38,12 +39,14 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, ready to render."""
+    """A checkpoint's chat template, ready to render. Made at load: the library takes seconds to import."""
 
     def __init__(self, tokenizer: Tokenizer | None, model: str) -> None:
         self._model = model
         self.text = None if tokenizer is None else find_template(tokenizer)
-        self._tokens = {} if tokenizer is None else special_tokens(tokenizer)
+        self.tokens = {} if tokenizer is None else special_tokens(tokenizer)
+        if self.text is not None:
+            import_module("transformers.utils.chat_template_utils")
 
     def render(
         self,
@@ -72,7 +75,7 @@ class ChatTemplate:
                 chat_template=self.text,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **{**self._tokens, **(extra or {})},
+                **{**self.tokens, **(extra or {})},
             )
         except (TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]

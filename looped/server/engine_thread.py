@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from looped.errors import LoopedError
 from looped.infer.request import Output, Request
 from looped.model.tokenizer import Tokenizer
+from looped.server.chat import ChatTemplate
 from looped.server.errors import ApiError, unavailable
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class EngineInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    template: ChatTemplate
     dtype: str
     device: str
 

@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from looped import __version__
 from looped.server.admission import check_model, tokenize
-from looped.server.chat import special_tokens
 from looped.server.errors import ApiError
 from looped.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from looped.server.service import Service
@@ -131,7 +130,7 @@ async def tokenize_text(body: TokenizeRequest, service: Served) -> dict[str, Any
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
         messages = [message.model_dump() for message in body.messages]
-        text = service.template.render(messages, body.add_generation_prompt is not False)
+        text = service.info.template.render(messages, body.add_generation_prompt is not False)
         ids = await tokenize(text, service.info, body.add_special_tokens is True)
     else:
         ids = await tokenize(body.prompt or "", service.info, body.add_special_tokens is not False)
@@ -162,6 +161,6 @@ async def tokenizer_info(service: Served) -> dict[str, Any]:
         "model_max_length": info.context,
         "eos_token": None,
         "bos_token": None,
-        **special_tokens(info.tokenizer),
-        "chat_template": service.template.text,
+        **info.template.tokens,
+        "chat_template": info.template.text,
     }

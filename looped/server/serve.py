@@ -97,15 +97,18 @@ def engine_options(options: Options) -> EngineOptions:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, before anything is loaded: a port in use is known at once."""
+    if not 0 <= port < 1 << 16:
+        raise LoopedError(f"cannot listen on port {port}; choose another --port, 1 to 65535, or 0 for a free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(2048)  # clients that come before the event loop runs wait instead of being refused
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LoopedError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port") from error
+    except OSError as error:
+        raise LoopedError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from error
     return sock
 
 

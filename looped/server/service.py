@@ -1,4 +1,4 @@
-"""What the routes work with: the engine thread, the names it serves under, the chat template."""
+"""What the routes work with: the engine thread and the names it serves under."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import uuid
 from dataclasses import dataclass, field
 
 from looped.server.admission import DEFAULT_COMPLETION_TOKENS, check_model, prepare, tokenize
-from looped.server.chat import ChatTemplate
 from looped.server.engine_thread import EngineInfo, EngineThread
 from looped.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, refuse_unsupported
 from looped.server.responses import ChatShape, CompletionShape, Shape
@@ -22,7 +21,6 @@ class Service:
     names: tuple[str, ...] = ()
     alias: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _template: ChatTemplate | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -32,12 +30,6 @@ class Service:
     def served(self) -> tuple[str, ...]:
         """Every name that is answered to; the first is the one that is shown."""
         return self.names or tuple(dict.fromkeys((self.info.model, self.alias or self.info.model)))
-
-    @property
-    def template(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = ChatTemplate(self.info.tokenizer, self.info.model)
-        return self._template
 
     async def complete(self, body: CompletionRequest) -> Answer:
         """Admit a completion request. Raises what is wrong with it."""
@@ -53,7 +45,7 @@ class Service:
         messages = [message.model_dump() for message in body.messages]
         going_on = bool(body.continue_final_message)
         add_prompt = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
-        text = self.template.render(messages, add_prompt, going_on, body.chat_template_kwargs)
+        text = self.info.template.render(messages, add_prompt, going_on, body.chat_template_kwargs)
         # The template has written the special tokens already.
         prompts = [await tokenize(text, self.info, add_special_tokens=False)]
         shape = ChatShape(_new_id("chatcmpl"), int(time.time()), name, bool(body.return_token_ids))
