@@ -49,14 +49,17 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_checkpoint(folder: Path) -> Path:
     """A micro Ouro over bytes whose native gate uses every depth at the config's threshold."""
-    folder = tmp_path_factory.mktemp("micro") / "micro"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save(micro_ouro(vocab_size=259, max_positions=CONTEXT, exit_threshold=0.6), folder, dtype="float32")
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("served") / "micro")
 
 
 @dataclass
