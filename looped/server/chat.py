@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from looped.model.tokenizer import Tokenizer
 from looped.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from looped.model.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # What a request's chat_template_kwargs must not replace.

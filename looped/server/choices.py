@@ -1,8 +1,9 @@
-"""Options that commands share: the gate that is meant, the device that is there."""
+"""What commands share: the gate that is meant, the device that is there, a line on stderr. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,3 +37,8 @@ def check_device(device: str | None) -> str | None:
     if int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise LoopedError(f"there is no device {device!r} here ({torch.cuda.device_count()} GPUs found); use cpu")
     return device
+
+
+def say(text: str) -> None:
+    """One line to the terminal."""
+    print(f"looped: {text}", file=sys.stderr, flush=True)

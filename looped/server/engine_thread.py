@@ -14,13 +14,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from looped.errors import LoopedError
 from looped.infer.request import Output, Request
-from looped.model.tokenizer import Tokenizer
 from looped.server.chat import ChatTemplate
 from looped.server.errors import ApiError, unavailable
+
+if TYPE_CHECKING:
+    from looped.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

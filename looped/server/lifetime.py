@@ -14,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 
+from looped.server.choices import say
 from looped.server.engine_thread import EngineThread, State
 
 # After the engine died the server answers 503 this long, so that clients and health checks learn of it.
@@ -103,8 +104,3 @@ def exit_code(thread: EngineThread) -> int:
         sys.stderr.flush()
         os._exit(0)
     return 0
-
-
-def say(text: str) -> None:
-    """One line to the terminal."""
-    print(f"looped: {text}", file=sys.stderr, flush=True)

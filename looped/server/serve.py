@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from looped.errors import LoopedError
 from looped.options import option
-from looped.server.choices import GATE_DOC, NATIVE
+from looped.server.choices import GATE_DOC, NATIVE, say
 
 if TYPE_CHECKING:
     from looped.infer.options import EngineOptions
@@ -55,17 +55,19 @@ class Options:
 
 def run(options: Options) -> int:
     """Serve until a signal. Returns 0 after a signal, 1 after the engine died; raises what loading refused."""
+    engine = engine_options(options)
+    sock = bind(options.host, options.port)
+    url = f"http://{_bracketed(options.host)}:{sock.getsockname()[1]}"
+    say(f"listening on {url}, loading {options.model}")
+
     import uvicorn
 
     from looped.server.app import create_app
     from looped.server.build import load_engine
     from looped.server.engine_thread import EngineThread
-    from looped.server.lifetime import CLOSE_SECONDS, Server, exit_code, say
+    from looped.server.lifetime import CLOSE_SECONDS, Server, exit_code
     from looped.server.service import Service
 
-    engine = engine_options(options)
-    sock = bind(options.host, options.port)
-    url = f"http://{_bracketed(options.host)}:{sock.getsockname()[1]}"
     thread = EngineThread(lambda: load_engine(options.model, engine, options.device, options.dtype, options.max_loops))
     service = Service(thread, options.served_model_name, options.model)
     keys = options.api_key or tuple(filter(None, os.environ.get("LOOPED_API_KEY", "").split(",")))
@@ -78,7 +80,6 @@ def run(options: Options) -> int:
         lifespan="on",
     )
     server = Server(config, thread, options.drain_seconds)
-    say(f"listening on {url}, loading {options.model}")
     thread.on_ready = lambda info: say(f"serving {describe(info, options.served_model_name)}, url {url}")
     with sock:
         server.run(sockets=[sock])

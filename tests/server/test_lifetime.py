@@ -95,7 +95,8 @@ def test_a_failing_stage_ends_its_requests_alone() -> None:
         assert httpx.post(f"{run.url}/v1/completions", json=ASK).status_code == 200
 
 
-def test_a_dead_engine_fails_its_requests_and_the_health_check() -> None:
+def test_a_dead_engine_fails_its_requests_and_the_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("looped.server.lifetime.DEATH_SECONDS", 0.5)
     engine = FakeEngine()
 
     def die() -> None:
@@ -181,7 +182,7 @@ def test_sigterm_finishes_the_stream_and_exits_0(checkpoint: Path, tmp_path: Pat
         assert bound.startswith("looped: listening on http://127.0.0.1:")
         for fact in ("model micro", "mode refill", "kv ragged", "gate ouro", "threshold 0.6", f"url {url}"):
             assert fact in ready
-        body = {"prompt": "abc", "stream": True, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        body = {"prompt": "abc", "stream": True, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
         key = {"authorization": "Bearer secret"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key) as stream:
             pieces = stream.iter_text()
@@ -209,6 +210,13 @@ def test_what_cannot_start_is_one_sentence(cli: Callable[..., Ran], checkpoint: 
         listening, refusal = done.err.splitlines()
         assert listening.startswith("looped: listening on")
         assert sentence in refusal
+
+
+def test_torch_is_imported_by_the_engine_thread_alone() -> None:
+    """The server listens before seconds of imports."""
+    code = "import sys, looped.server.app, looped.server.lifetime, looped.server.serve; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_bind_refuses_what_is_no_address() -> None:
