@@ -30,7 +30,9 @@ class SamplingParams:
     `temperature` 0 is greedy. `seed` None takes the engine's seed; a draw depends on (seed, position) alone.
     `exit_threshold`, `min_depth` and `max_depth` override the engine's for this request. Generation ends at
     `max_tokens`, at the end of the context, at an end-of-text token (unless `ignore_eos`) or one of `stop_token_ids`
-    (kept in the token ids), or where a `stop` string appears (cut from the text). Raises `LoopedError` for values out of range.
+    (kept in the token ids), or where a `stop` string appears (cut from the text).
+
+    Raises `LoopedError` for values out of range and for parameters that are not served yet.
     """
 
     temperature: float = 1.0
