@@ -1,0 +1,1 @@
+"""What a choice costs and gains: bounds, measurements against them, reports."""
