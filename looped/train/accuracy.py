@@ -72,16 +72,22 @@ class DenseCache:
 
 @torch.no_grad()
 def greedy(
-    model: LoopedLM, prompts: Sequence[list[int]], depth: int, max_new_tokens: int, layout: str = "depth"
+    model: LoopedLM,
+    prompts: Sequence[list[int]],
+    depth: int,
+    max_new_tokens: int,
+    layout: str = "depth",
+    stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """New token ids of each prompt at `depth` loops for prompt and decode alike, up to the first end token."""
+    """New token ids of each prompt at `depth` loops for prompt and decode alike, up to the first end or stop token."""
+    stop_ids = (*model.config.eos_ids, *stop_ids)
     longest = max(len(prompt) for prompt in prompts)
     device = model.device
     pad_id = model.config.pad_id or 0
     tokens = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts], device=device)
     pads = torch.tensor([longest - len(p) for p in prompts], device=device)
     cache = DenseCache(model, get_layout(layout), len(prompts), longest + max_new_tokens, pads)
-    ends = torch.tensor(model.config.eos_ids or (-1,), device=device)
+    ends = torch.tensor(stop_ids or (-1,), device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     out: list[Tensor] = []
     positions = (torch.arange(longest, device=device) - pads[:, None]).clamp_min(0)
@@ -94,12 +100,10 @@ def greedy(
             break
         start += current.shape[1]
         current, positions = best[:, None], positions[:, -1:] + 1
-    return [_cut(row, model.config.eos_ids) for row in torch.stack(out, 1).tolist()]
+    return [_cut(row, stop_ids) for row in torch.stack(out, 1).tolist()]
 
 
-def _forward(
-    model: LoopedLM, tokens: Tensor, positions: Tensor, depth: int, cache: DenseCache, start: int
-) -> Tensor:
+def _forward(model: LoopedLM, tokens: Tensor, positions: Tensor, depth: int, cache: DenseCache, start: int) -> Tensor:
     """Logits [B, T, V] of tokens [B, T] whose slots begin at `start`."""
     cache.at(start, 1)
     state = model.init_state(torch.zeros_like(tokens), positions)

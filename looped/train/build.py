@@ -71,7 +71,7 @@ def optimiser(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:
 
 
 def flops_per_token(config: ModelConfig, window: int, loops: float, heads: float) -> float:
-    """Training FLOPs of one token: six per parameter and use, plus causal attention; `heads` is how often the head runs."""
+    """Training FLOPs of one token: six per parameter and use, plus causal attention; the head runs `heads` times."""
     boundary = (config.num_prelude_layers + config.num_coda_layers) * config.layer_params
     matmuls = boundary + loops * config.core_params + heads * config.vocab_size * config.hidden_size
     layers = config.num_prelude_layers + config.num_coda_layers + loops * config.num_core_layers

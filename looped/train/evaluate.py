@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def _tables(model: LoopedLM, batch: Batch) -> _Tables:
     losses = torch.stack([_head_losses(model, z, batch) for z in readouts], -1)
     pi = exits.exit_distribution(torch.cat([gate_hazard(model, z) for z in readouts], -1)).flatten(0, 1)
     change = [torch.ones_like(losses[:, 0])]
-    change += [_change(after, before) for before, after in zip(readouts, readouts[1:], strict=False)]
+    change += [_change(after, before) for before, after in itertools.pairwise(readouts)]
     return _Tables(losses, pi.cpu(), torch.stack(change, -1), flat)
 
 
@@ -138,9 +139,7 @@ def _change(after: Tensor, before: Tensor) -> Tensor:
 def _recurrent_losses(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
     """Losses and relative change [N, R] of a model with an initial state, K/V by depth."""
     positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
-    h, injection = model.prelude(
-        batch.inputs, positions, dense_causal, initial_state(model, batch.inputs, _STATE_SEED)
-    )
+    h, injection = model.prelude(batch.inputs, positions, dense_causal, initial_state(model, batch.inputs, _STATE_SEED))
     losses, changes = [], []
     for step in range(1, model.config.max_loops + 1):
         before, h = h, model.core(h, injection, positions, step, dense_causal)
@@ -190,7 +189,7 @@ def _exit_scores(model: LoopedLM, batches: list[Batch], tables: _Tables) -> list
 
 
 def first_below(change: Tensor, threshold: float) -> Tensor:
-    """The convergence criterion at its usual min_depth of 2: first step r >= 2 with change [N, R] < threshold, else R."""
+    """The convergence criterion at its min_depth of 2: first step r >= 2 with change [N, R] < threshold, else R."""
     settled = change < threshold
     settled[:, 0] = False
     settled[:, -1] = True

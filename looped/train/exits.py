@@ -1,4 +1,4 @@
-"""Exit distributions of a looped LM in training: hazards, priors, the ragged forward's best-available keys and values."""
+"""Exit distributions in training: hazards, priors, and the K/V that a ragged forward reads."""
 
 # B rows, T tokens, R loop steps, H heads, K head dimension; leading dimensions [...] are free
 
@@ -37,10 +37,12 @@ def exit_distribution(hazards: Tensor) -> Tensor:
 
     The last hazard is never used.
     """
-    survival = torch.cumprod(1 - hazards[..., :-1], -1)
-    before = torch.cat((torch.ones_like(hazards[..., :1]), survival), -1)
-    stop = torch.cat((hazards[..., :-1], torch.ones_like(hazards[..., :1])), -1)
-    return stop * before
+    # products written out: the backward pass of cumprod waits for the device
+    survival, parts = torch.ones_like(hazards[..., 0]), []
+    for hazard in hazards.unbind(-1)[:-1]:
+        parts.append(hazard * survival)
+        survival = survival * (1 - hazard)
+    return torch.stack([*parts, survival], -1)
 
 
 def global_kl(pi: Tensor, prior: Tensor, mask: Tensor | None = None) -> Tensor:

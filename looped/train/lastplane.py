@@ -1,4 +1,4 @@
-"""Attention as a token meets it under a single K/V plane: earlier tokens as they were last written, itself as it is now."""
+"""Attention under a single K/V plane: a token reads earlier ones as last written, itself as it is now."""
 
 # B rows, T tokens, H heads, G key/value heads, K head dimension
 

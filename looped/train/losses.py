@@ -1,4 +1,4 @@
-"""Cross-entropy per token without keeping logits: one chunk of tokens at a time, logits recomputed in the backward pass."""
+"""Cross-entropy per token without keeping logits: one chunk at a time, logits recomputed in the backward pass."""
 
 # B rows, T tokens, N tokens flat, D width, V vocabulary
 
@@ -38,8 +38,10 @@ def chunked_loss(
     Gradients reach z and the head; any weighting of the returned losses (such as pi) gets its own gradient outside.
     """
     flat, wanted = z.flatten(0, -2), targets.flatten()
+    chunk = -(-len(flat) // -(-len(flat) // chunk))  # equal chunks, so that a compiled loss sees one shape
+    grad = torch.is_grad_enabled()
     parts = [
-        checkpoint(loss, part, weight, want, use_reentrant=False) if torch.is_grad_enabled() else loss(part, weight, want)
+        checkpoint(loss, part, weight, want, use_reentrant=False) if grad else loss(part, weight, want)
         for part, want in zip(flat.split(chunk), wanted.split(chunk), strict=True)
     ]
     return torch.cat(parts).view(targets.shape)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ class _Steps(IterableDataset[int]):
 
 
 class Pretraining(lightning.LightningModule):
-    """Model, loss and schedule. Everything random in step n is a function of (seed, n), so a resumed run is the same run."""
+    """Model, loss and schedule. All that is random in step n is a function of (seed, n): a resumed run is the same run."""
 
     def __init__(self, model: LoopedLM, loss: TrainingLoss, windows: Windows, options: Options, clock: Clock) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Pretraining(lightning.LightningModule):
         stacked = torch.stack([self.sums[name].float() for name in names]).tolist()
         means = {name: total / self.counts[name] for name, total in zip(names, stacked, strict=True)}
         self.sums, self.counts = {}, {}
-        broken = [name for name in ("loss", "ragged_loss", "grad_norm") if means.get(name) not in (None,) and not _finite(means[name])]
+        broken = [name for name in ("loss", "ragged_loss", "grad_norm") if not math.isfinite(means.get(name, 0.0))]
         if broken:
             raise LoopedError(
                 f"{broken[0]} is no longer a number at step {self.clock.steps}; the last checkpoint is kept, "
@@ -100,7 +101,3 @@ class Pretraining(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.clock.load(checkpoint["clock"])
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
 from looped.train import exits
-from looped.train.losses import chunked_loss, head_loss, logits_loss
 from looped.train.lastplane import LastPlane
+from looped.train.losses import chunked_loss, head_loss, logits_loss
 from looped.train.recipe import Objective, Recurrence
 from looped.train.windows import Batch
 
@@ -66,8 +66,9 @@ def weighted_mean(values: Tensor, mask: Tensor, other: float) -> Tensor:
 class OuroLoss:
     """Sum over depths of pi_d CE_d plus beta KL to the exit prior; later every second step is ragged.
 
-    Dense step (ragged KV, eqs. 9 and 10): weights (1 - a) pi + a / R keep every depth trained. Ragged step (appendix C):
-    exits are drawn from the hazards and detached, later tokens see K/V of depth min(r, e), the loss is taken at the exit.
+    Dense step (ragged KV, eqs. 9 and 10): weights (1 - a) pi + a / R keep every depth trained. Ragged step
+    (appendix C): exits are drawn from the hazards and detached, later tokens see K/V of depth min(r, e), and the loss
+    is taken at the exit.
     """
 
     def __init__(self, options: Objective, num_loops: int, token_loss: Callable[..., Tensor] = head_loss) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -30,7 +31,7 @@ def run(options: Options) -> int:
     from looped.progress import last_json
     from looped.train.windows import open_corpus
 
-    corpus = open_corpus(options.data, options.seed, resolve_device(options))
+    corpus = open_corpus(options.data, options.seed, resolve_device(options), as_found=options.resume)
     last_json(train(options, folder, corpus, begun))
     return 0
 
@@ -130,8 +131,12 @@ def train(options: Options, folder: Path, corpus: Any, begun: float) -> dict[str
     )
     _announce(options, model, corpus, device, clock)
     resumed = str(folder / CHECKPOINT) if options.resume else None
-    with stop.on_signals():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
         trainer.fit(module, ckpt_path=resumed)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
     return finish(options, folder, corpus, module, watch, device, begun)
 
 

@@ -125,7 +125,9 @@ class Options:
     overwrite: bool = option(False, "replace the run in the output folder")
 
 
-def model_config(shape: Shape, vocab_size: int, max_positions: int, eos_id: int | None, pad_id: int | None) -> ModelConfig:
+def model_config(
+    shape: Shape, vocab_size: int, max_positions: int, eos_id: int | None, pad_id: int | None
+) -> ModelConfig:
     """The configuration of a model of this shape."""
     if shape.width % shape.heads:
         raise LoopedError(f"model.width {shape.width} is not a multiple of model.heads {shape.heads}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from looped.train.recipe import Objective, Optim
 
-# The paper's rise of beta (ragged KV, figure 6), in parts of the run and of the final weight; cosine between the points.
+# The paper's rise of beta (ragged KV, figure 6), in parts of the run and of the final weight; cosine in between.
 _PAPER_BETA = ((0.0, 0.0), (0.25, 0.1), (0.5, 0.2), (1.0, 1.0))
 _FLAT_BETA = ((0.0, 0.0), (0.02, 1.0), (1.0, 1.0))
 
@@ -24,7 +25,7 @@ def learning_rate(optim: Optim, progress: float) -> float:
 def beta(objective: Objective, progress: float) -> float:
     """Weight of the KL to the exit prior."""
     points = _PAPER_BETA if objective.beta_schedule == "paper" else _FLAT_BETA
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in itertools.pairwise(points):
         if progress < right:
             part = 0.5 * (1 - math.cos(math.pi * (progress - left) / (right - left)))
             return objective.beta * (low + (high - low) * part)

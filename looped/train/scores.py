@@ -48,12 +48,16 @@ def accuracy(
 
     words = load(str(tokenizer))
     shots, items = prefix(num_fewshot), eval_items(task, num_problems)
+    texts = [f"{shots}Q: {item.question}\nA:" for item in items]
     problems = [
-        Problem(words.encode(f"{shots}Q: {item.question}\nA:", add_special_tokens=False).ids, item.answer.split("####")[1].strip())
-        for item in items
+        Problem(words.encode(text, add_special_tokens=False).ids, item.answer.split("####")[1].strip())
+        for text, item in zip(texts, items, strict=True)
     ]
     room = model.config.max_positions - max(len(problem.prompt) for problem in problems)
-    completions = greedy(model, [problem.prompt for problem in problems], depth, min(MAX_NEW_TOKENS, room), layout)
+    blank = words.encode("\n\n", add_special_tokens=False).ids
+    stops = tuple(blank) if len(blank) == 1 else ()
+    prompts = [problem.prompt for problem in problems]
+    completions = greedy(model, prompts, depth, min(MAX_NEW_TOKENS, room), layout, stops)
     given = [answer_of(words.decode(ids)) for ids in completions]
     right = [got == problem.answer for got, problem in zip(given, problems, strict=True)]
     by_steps: dict[int, list[bool]] = defaultdict(list)

@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,26 +27,20 @@ _WARM_STEPS = 5
 
 
 class Stop:
-    """Set by SIGTERM and Ctrl-C: the run ends after the present step, with a checkpoint. A second Ctrl-C ends it at once."""
+    """Set by SIGTERM and Ctrl-C: the run ends after this step, with a checkpoint. A second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
         self.reason = ""
 
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Catch the signals for as long as the context lasts."""
+    def listen(self) -> None:
+        """Take over the two signals; they would end a run between two checkpoints."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._catch)
 
-        def catch(number: int, frame: FrameType | None) -> None:
-            if self.reason and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.reason = signal.Signals(number).name
-
-        old = {number: signal.signal(number, catch) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
 
 
 class Watch(lightning.Callback):
@@ -64,6 +56,7 @@ class Watch(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         clock = _module(pl_module).clock
+        self.stop.listen()  # from here on, so that the trainer's own handlers do not come in between
         self.started = self.saved = self.marked = time.monotonic()
         self.base_seconds, self.first_step, self.marked_step = clock.seconds, clock.steps, clock.steps
         if self.options.finish and self.deadline is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, build_dataset
 from looped.data import Windows as PackedWindows
+from looped.data.build import MANIFEST
 from looped.data.tokenizer import END_ID, PAD_ID, VOCAB_SIZE
 from looped.data.tokenizer import folder as tokenizer_folder
 from looped.errors import LoopedError
@@ -111,10 +112,11 @@ class Corpus(NamedTuple):
 HELD_OUT_TOKENS = 1_000_000
 
 
-def open_corpus(data: Data, seed: int, device: torch.device) -> Corpus:
+def open_corpus(data: Data, seed: int, device: torch.device, as_found: bool = False) -> Corpus:
     """The packed sets of `data.folder`, made there first where they are missing.
 
-    Two runs that share a folder may start together: one builds, the other waits.
+    Two runs that share a folder may start together: one builds, the other waits. `as_found` takes sets that are there
+    without comparing them with `data`: a resumed run goes on with what it began with, though a text has changed since.
     """
     if data.folder is None:
         raise LoopedError("data.folder is missing: give the folder of the packed windows, or an empty one to make them")
@@ -124,12 +126,14 @@ def open_corpus(data: Data, seed: int, device: torch.device) -> Corpus:
     train = DataConfig(str(data.folder / "train"), data.tokens, text=data.text, **common)
     held_out = DataConfig(str(data.folder / "held-out"), min(data.tokens, HELD_OUT_TOKENS), split="eval", **common)
     with _exclusive(data.folder / "lock"):
-        folders = [_build(config) for config in (train, held_out)]
+        folders = [_build(config, as_found) for config in (train, held_out)]
     sets = [Windows.read(folder, device, seed) for folder in folders]
     return Corpus(sets[0], sets[1], VOCAB_SIZE, END_ID, PAD_ID, tokenizer_folder())
 
 
-def _build(config: DataConfig) -> Path:
+def _build(config: DataConfig, as_found: bool) -> Path:
+    if as_found and (Path(config.folder) / MANIFEST).is_file():
+        return Path(config.folder)
     bar = progress(max(1, -(-config.tokens // (config.seq_len + 1))), f"data {Path(config.folder).name}")
     return build_dataset(config, lambda done, _: bar.advance(done - bar.done))
 
