@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def build(
     for flag, value in (("--input-len", input_len), ("--output-len", output_len)):
         if value is not None and value < 1:
             raise LoopedError(f"{flag} must be at least 1, got {value}")
+    items: Iterable[WorkItem]
     if prompts is not None:
         if input_len is not None:
             raise LoopedError("--prompts gives the prompts, --input-len makes random ones: give one of the two")
@@ -117,14 +118,13 @@ def _read(path: Path, model: LoopedLM, output_len: int | None, rng: np.random.Ge
         yield _item(row, f"{path}, row {number}", model, output_len)
 
 
-def _pairs(content: Any, path: Path) -> list[Sequence[int]]:
+def _pairs(content: Any, path: Path) -> list[list[int]]:
     pairs = content.get("pairs") if isinstance(content, dict) else None
-    sound = isinstance(pairs, list) and all(
+    if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) and n > 0 for n in pair) for pair in pairs
-    )
-    if not sound:
+    ):
         raise LoopedError(f'{path} must hold {{"pairs": [[prompt tokens, output tokens], ...]}}')
-    return list(pairs)
+    return pairs
 
 
 def _item(row: Any, where: str, model: LoopedLM, output_len: int | None) -> WorkItem:
