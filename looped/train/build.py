@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from looped.config import ModelConfig
 from looped.model import LoopedLM
+from looped.model.layers import Block
 from looped.train.recipe import Init, Optim
 
 PEAK_FLOPS = 989e12
@@ -28,19 +31,20 @@ def new_model(config: ModelConfig, init: Init, seed: int) -> LoopedLM:
                 parameter.normal_(0.0, _std(name, config, init, width), generator=generator)
         if not config.norm_after_sum:
             for block in model.core_blocks:
+                assert isinstance(block, Block)
                 block.norm_2.weight.fill_(init.branch_gain)
                 block.norm_4.weight.fill_(init.branch_gain)
     return model.requires_grad_(True).train()
 
 
 def _std(name: str, config: ModelConfig, init: Init, width: int) -> float:
-    """Huginn's embedding is scaled up after the look-up, and its output layers down with their number (takase)."""
-    base = (2 / (5 * width)) ** 0.5
+    """Huginn's embedding is scaled up after the look-up, and its output layers down with their number."""
+    base = math.sqrt(2 / (5 * width))
     if not config.injection:
         return {"embed.weight": init.embed_std, "head.weight": init.head_std}.get(name, init.linear_std)
     depth = config.num_prelude_layers + config.max_loops * config.num_core_layers + config.num_coda_layers
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
-        return (1 / (5 * width * depth)) ** 0.5
+        return math.sqrt(1 / (5 * width * depth))
     return base
 
 
@@ -59,7 +63,8 @@ def compile_blocks(model: LoopedLM) -> None:
 
 def optimiser(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:
     """AdamW over two groups: matrices decay, norms, biases and the exit gate do not."""
-    decay, free = [], []
+    decay: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         plain = parameter.ndim < 2 or "exit_gate" in name or name.endswith("qk_bias")
         (free if plain else decay).append(parameter)

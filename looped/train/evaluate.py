@@ -112,9 +112,9 @@ def _tables(model: LoopedLM, batch: Batch) -> _Tables:
     readouts = dense_readouts(model, batch.inputs, model.config.max_loops)
     losses = torch.stack([_head_losses(model, z, batch) for z in readouts], -1)
     pi = exits.exit_distribution(torch.cat([gate_hazard(model, z) for z in readouts], -1)).flatten(0, 1)
-    change = [torch.ones_like(losses[:, 0])]
-    change += [_change(after, before) for before, after in itertools.pairwise(readouts)]
-    return _Tables(losses, pi.cpu(), torch.stack(change, -1), flat)
+    changes = [torch.ones_like(losses[:, 0])]
+    changes += [_change(after, before) for before, after in itertools.pairwise(readouts)]
+    return _Tables(losses, pi.cpu(), torch.stack(changes, -1), flat)
 
 
 def _joined(parts: list[_Tables]) -> _Tables:
@@ -133,7 +133,8 @@ def _head_losses(model: LoopedLM, z: Tensor, batch: Batch) -> Tensor:
 
 def _change(after: Tensor, before: Tensor) -> Tensor:
     after, before = after.float(), before.float()
-    return ((after - before).norm(dim=-1) / after.norm(dim=-1)).flatten().cpu()
+    change: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / torch.linalg.vector_norm(after, dim=-1)
+    return change.flatten().cpu()
 
 
 def _recurrent_losses(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:

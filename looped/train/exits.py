@@ -93,7 +93,7 @@ class BestAvailable:
         self._kept.clear()
 
     # opaque to the compiler: which layer and step this is must not become part of a compiled block
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.to(v.dtype), v
         if layer in self._kept and self.active is not None:

@@ -39,7 +39,7 @@ class LastPlane:
         self._kept.clear()
 
     # opaque to the compiler: the pass and the layer must not become part of a compiled block
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = q.to(v.dtype), k.to(v.dtype)
         if layer not in self._core:

@@ -42,6 +42,6 @@ def chunked_loss(
     grad = torch.is_grad_enabled()
     parts = [
         checkpoint(loss, part, weight, want, use_reentrant=False) if grad else loss(part, weight, want)
-        for part, want in zip(flat.split(chunk), wanted.split(chunk), strict=True)
+        for part, want in zip(flat.split(chunk), wanted.split(chunk), strict=True)  # type: ignore[no-untyped-call]
     ]
     return torch.cat(parts).view(targets.shape)

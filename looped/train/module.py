@@ -34,7 +34,7 @@ class _Steps(IterableDataset[int]):
 
 
 class Pretraining(lightning.LightningModule):
-    """Model, loss and schedule. All that is random in step n is a function of (seed, n): a resumed run is the same run."""
+    """Model, loss and schedule. What is random in step n depends on (seed, n) alone: a resumed run is the same run."""
 
     def __init__(self, model: LoopedLM, loss: TrainingLoss, windows: Windows, options: Options, clock: Clock) -> None:
         super().__init__()

@@ -203,7 +203,8 @@ def interpolated(by_depth: Tensor, depth: Tensor) -> Tensor:
 def correlation(x: Tensor, y: Tensor) -> Tensor:
     """Pearson correlation of two tensors of one shape; 0 where either is constant."""
     x, y = x.flatten() - x.mean(), y.flatten() - y.mean()
-    return (x * y).sum() / (x.norm() * y.norm()).clamp_min(1e-12)
+    scale: Tensor = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
+    return (x * y).sum() / scale.clamp_min(1e-12)
 
 
 class HuginnLoss:
@@ -310,4 +311,5 @@ def initial_state(model: LoopedLM, inputs: Tensor, seed: int) -> Tensor | None:
 def relative_change(after: Tensor, before: Tensor) -> Tensor:
     """Mean over tokens of ||after - before|| / ||after||, states [B, T, D]: the convergence gate's quantity."""
     after, before = after.float(), before.float()
-    return ((after - before).norm(dim=-1) / after.norm(dim=-1)).mean()
+    change: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / torch.linalg.vector_norm(after, dim=-1)
+    return change.mean()

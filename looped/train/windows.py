@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,10 +122,17 @@ def open_corpus(data: Data, seed: int, device: torch.device, as_found: bool = Fa
     if data.folder is None:
         raise LoopedError("data.folder is missing: give the folder of the packed windows, or an empty one to make them")
     data.folder.mkdir(parents=True, exist_ok=True)
-    gsm8k = None if data.gsm8k is None else str(data.gsm8k)
-    common = {"seed": data.seed, "workers": data.workers, "seq_len": data.window, "gsm8k": gsm8k}
-    train = DataConfig(str(data.folder / "train"), data.tokens, text=data.text, **common)
-    held_out = DataConfig(str(data.folder / "held-out"), min(data.tokens, HELD_OUT_TOKENS), split="eval", **common)
+    train = DataConfig(
+        folder=str(data.folder / "train"),
+        tokens=data.tokens,
+        seed=data.seed,
+        workers=data.workers,
+        seq_len=data.window,
+        gsm8k=None if data.gsm8k is None else str(data.gsm8k),
+        text=data.text,
+    )
+    tokens = min(data.tokens, HELD_OUT_TOKENS)
+    held_out = replace(train, folder=str(data.folder / "held-out"), tokens=tokens, text=(), split="eval")
     with _exclusive(data.folder / "lock"):
         folders = [_build(config, as_found) for config in (train, held_out)]
     sets = [Windows.read(folder, device, seed) for folder in folders]
