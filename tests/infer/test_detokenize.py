@@ -1,0 +1,61 @@
+"""Incremental text: equal to decoding at once, never half a character, never part of a stop string."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from looped.infer.detokenize import Detokenizer
+
+
+class Bytes:
+    """One token a UTF-8 byte; like byte-level BPE, an incomplete character decodes to the replacement character."""
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def feed(text, stop=()):
+    reader = Detokenizer(Bytes(), stop)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(reader.push(byte))
+        if reader.stopped:
+            break
+    return reader, [*pieces, reader.finish()]
+
+
+@given(st.text(max_size=30))
+def test_pieces_add_up_to_the_text(text):
+    reader, pieces = feed(text)
+    assert "".join(pieces) == text == reader.text
+
+
+def test_characters_come_whole():
+    _, pieces = feed("aé漢🙂")
+    assert [piece for piece in pieces if piece] == ["a", "é", "漢", "🙂"]
+
+
+def test_an_incomplete_character_shows_at_the_end():
+    reader = Detokenizer(Bytes())
+    assert reader.push("é".encode()[0]) == ""
+    assert reader.finish() == "\ufffd"
+
+
+def test_what_may_be_a_stop_string_is_held_back():
+    reader, pieces = feed("one\n\ntwo", ("\n\n",))
+    assert pieces == ["o", "n", "e", "", "", ""]
+    assert reader.stopped and reader.text == "one"
+    _, pieces = feed("one\ntwo", ("\n\n",))
+    assert pieces == ["o", "n", "e", "", "\nt", "w", "o", ""]
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_text_ends_before_the_first_stop_string(text, stop):
+    reader, pieces = feed(text, tuple(stop))
+    ends = [text.index(s) + len(s) for s in stop if s in text]
+    # Of the stop strings complete at the first token that completes one, the earliest to begin cuts the text.
+    expected = text
+    if ends:
+        seen = text[: min(ends)]
+        expected = seen[: min(seen.index(s) for s in stop if s in seen)]
+    assert "".join(pieces) == expected == reader.text
+    assert reader.stopped == bool(ends)

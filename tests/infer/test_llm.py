@@ -1,0 +1,110 @@
+"""The offline API, with a tokenizer of one character a token."""
+
+import pytest
+import torch
+
+from looped import LLM, LoopedError, SamplingParams, generate
+from tests.infer.harness import prompts, reference
+from tests.models import micro_ouro
+
+
+class Letters:
+    """Token i is the i-th letter of a small alphabet; 0 is the end of text and shows as nothing."""
+
+    alphabet = "\0abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567"
+
+    def encode(self, text, add_special_tokens=True):
+        return [self.alphabet.index(letter) for letter in text]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(self.alphabet[i] for i in token_ids if i)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = micro_ouro()
+    model._tokenizer = Letters()
+    return model
+
+
+def test_texts_and_ids_give_the_same(model):
+    llm = LLM(model, max_num_seqs=2)
+    by_text = llm.generate(["hello", "looped"], SamplingParams(0, 5))
+    by_ids = llm.generate([Letters().encode("hello"), Letters().encode("looped")], SamplingParams(0, 5))
+    assert [r.token_ids for r in by_text] == [r.token_ids for r in by_ids]
+    assert by_text[0].prompt == "hello" and by_ids[0].prompt is None
+    assert by_text[0].prompt_token_ids == Letters().encode("hello")
+    assert by_text[0].text == Letters().decode(by_text[0].token_ids)
+    one = llm.generate("hello", SamplingParams(0, 5))
+    assert len(one) == 1 and one[0].token_ids == by_text[0].token_ids
+    assert llm.generate(Letters().encode("hello"), SamplingParams(0, 5))[0].token_ids == one[0].token_ids
+
+
+def test_seeded_sampling_equals_generate(model):
+    llm = LLM(model, gate="ouro", threshold=0.6, seed=11)
+    for result, prompt in zip(llm.generate(prompts(), SamplingParams(1.0, 6, True)), prompts(), strict=True):
+        expected = generate(
+            model, prompt, gate="ouro", threshold=0.6, max_new_tokens=6, temperature=1.0, ignore_eos=True, seed=11
+        )
+        assert (result.token_ids, result.depths) == (expected.token_ids, expected.depths)
+
+
+def test_parameters_may_differ_by_prompt(model):
+    params = [SamplingParams(0, 2 + i, True) for i in range(len(prompts()))]
+    results = LLM(model).generate(prompts(), params)
+    assert [len(result.token_ids) for result in results] == [p.max_tokens for p in params]
+    with pytest.raises(LoopedError, match="5 prompts but 1 sets"):
+        LLM(model).generate(prompts(), params[:1])
+
+
+def test_stop_strings_cut_the_text(model):
+    token_ids, _ = reference("ouro", "ragged", "none", prompts()[1], 12)
+    text = Letters().decode(token_ids)
+    stop = text[4:6]
+    result = LLM(model).generate([prompts()[1]], SamplingParams(0, 12, True, stop=stop))[0]
+    assert result.text == text[: text.index(stop)]
+    assert result.finish_reason == "stop"
+    assert result.token_ids == token_ids[: text.index(stop) + 2]
+
+
+def test_a_refused_prompt_leaves_nothing_behind(model):
+    llm = LLM(model)
+    with pytest.raises(LoopedError):
+        llm.generate([prompts()[0], [999]], SamplingParams(0, 4))
+    assert not llm.engine.has_work
+    assert llm.generate([prompts()[0]], SamplingParams(0, 4, True))[0].token_ids
+
+
+def test_an_interrupt_leaves_nothing_behind(model, monkeypatch):
+    llm = LLM(model)
+
+    def interrupt(rows):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.stages, "coda", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts(), SamplingParams(0, 4))
+    monkeypatch.undo()
+    results = llm.generate(prompts(), SamplingParams(0, 4, True))
+    assert results[0].token_ids == reference("ouro", "ragged", "none", prompts()[0], 4)[0]
+
+
+def test_nothing_to_do(model):
+    assert LLM(model).generate([]) == []
+
+
+def test_progress_goes_to_stderr(model, capsys):
+    LLM(model).generate(prompts(), SamplingParams(0, 2), show_progress=True)
+    captured = capsys.readouterr()
+    assert "generate 5/5" in captured.err and captured.out == ""
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(LoopedError, match="no tokenizer"):
+        LLM(micro_ouro()).generate("hello")
+
+
+def test_a_loaded_model_keeps_its_dtype(model):
+    with pytest.raises(LoopedError, match=r"torch\.float64"):
+        LLM(model, dtype="bfloat16")
+    assert LLM(model, dtype=torch.float64).model is model
