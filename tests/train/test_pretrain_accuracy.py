@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from looped.decode import generate
 from looped.train.accuracy import answer_of, greedy
