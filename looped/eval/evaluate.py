@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from looped.errors import LoopedError
 from looped.eval.distributed import ALONE, World
-from looped.eval.result import Answer, EvalResult, Sample, Score
+from looped.eval.result import FLEXIBLE, STRICT, Answer, EvalResult, Sample, Score
 from looped.eval.setting import Setting, label
 from looped.infer import LLM
 from looped.model import LoopedLM, load
 
 if TYPE_CHECKING:
     from looped.eval.harness_task import LoadedTask
-
-STRICT, FLEXIBLE = "strict-match", "flexible-extract"
 
 
 def evaluate(

@@ -12,11 +12,13 @@ import sys
 from typing import Any
 
 import lm_eval.models  # noqa: F401  (must come before the registration below)
+import torch
 from lm_eval.api.registry import register_model
 
 from looped.errors import LoopedError
 from looped.eval.distributed import join
 from looped.eval.evaluate import make_llm
+from looped.eval.harness_task import compile_once
 from looped.eval.lm import HarnessLM
 from looped.eval.setting import Setting
 from looped.model import load
@@ -48,11 +50,20 @@ class CommandLineLM(HarnessLM):
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
     ) -> None:
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # the library says cuda:0 unless it is told otherwise
         world = join(device)
         model = load(pretrained, world.device or device, dtype, max_loops)
         setting = Setting(kv, gate, threshold, min_depth, depth, compute)
         llm = make_llm(model, setting, mode, max_num_seqs, seed)
         super().__init__(llm, max_gen_toks, depth, world, show=world.rank == 0)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> CommandLineLM:
+        """`--model_args` win over `--device` and the batch sizes, which always come along."""
+        return cls(**{**(additional_config or {}), **arg_dict})
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         texts = super().generate_until(requests, disable_tqdm)
@@ -69,6 +80,7 @@ def main() -> int:
     """Run the library's command line; our refusals end in one sentence and code 2."""
     from lm_eval.__main__ import cli_evaluate
 
+    compile_once()
     try:
         cli_evaluate()
     except LoopedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -15,14 +16,15 @@ from urllib.request import getproxies
 
 import datasets
 import lm_eval.tasks
+import lm_eval.utils
 from datasets import Dataset, DatasetDict
 from huggingface_hub import constants
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from looped.errors import LoopedError
-from looped.eval.result import Protocol
-from looped.eval.tasks import GSM8K, GSM8K_FILE, check_task, read_rows, task_files
+from looped.eval.result import FLEXIBLE, STRICT, Protocol
+from looped.eval.tasks import GSM8K, GSM8K_FILE, HARNESS, check_task, read_rows, task_files
 
 DEFAULT_MAX_GEN_TOKS = 256
 
@@ -99,6 +101,13 @@ def quiet() -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
+def compile_once() -> None:
+    """Keep the library's compiled templates: it compiles a task's anew for every document, which costs seconds."""
+    env = getattr(lm_eval.utils, "env", None)
+    if env is not None and not hasattr(env.from_string, "cache_info"):
+        env.from_string = functools.lru_cache(maxsize=256)(env.from_string)
+
+
 def load_task(
     name: str,
     data: str | Path | None = None,
@@ -110,6 +119,7 @@ def load_task(
     Raises `LoopedError` for an unknown task, unusable data, or more exemplars than the task has.
     """
     quiet()
+    compile_once()
     name = check_task(name)
     if max_gen_toks < 1:
         raise LoopedError(f"max_gen_toks must be at least 1, got {max_gen_toks}")
@@ -121,6 +131,7 @@ def load_task(
     if num_fewshot is not None:
         _check_fewshot(num_fewshot, config)
         config["num_fewshot"] = num_fewshot
+    _check_scores(name, config)
     task = GridTask(config, rows)
     task.set_fewshot_seed(1234)  # the library's default
     return LoadedTask(task, _protocol(name, task, data))
@@ -131,6 +142,14 @@ def _check_fewshot(num_fewshot: int, config: dict[str, Any]) -> None:
     most = len(samples) if isinstance(samples, list) else num_fewshot
     if not 0 <= num_fewshot <= most:
         raise LoopedError(f"num_fewshot must be between 0 and {most}, the exemplars of this task; got {num_fewshot}")
+
+
+def _check_scores(name: str, config: dict[str, Any]) -> None:
+    """A result has two scores by name; a task file without them belongs to the library's own command line."""
+    filters = {item["name"] for item in config.get("filter_list") or []}
+    metrics = {item["metric"] for item in config.get("metric_list") or []}
+    if not {STRICT, FLEXIBLE} <= filters or "exact_match" not in metrics:
+        raise LoopedError(f"the task {name} has no exact_match by {STRICT} and {FLEXIBLE}; run it with {HARNESS}")
 
 
 def _protocol(name: str, task: GridTask, data: str | Path | None) -> Protocol:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from looped.eval.setting import Setting
 
+STRICT, FLEXIBLE = "strict-match", "flexible-extract"  # the library's filters whose scores are reported
+
 
 class Score(NamedTuple):
     """Mean exact match, from 0 to 1, and its standard error (None for a single document)."""

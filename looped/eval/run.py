@@ -97,8 +97,11 @@ def _data_for(options: Options) -> str:
 def _check(options: Options) -> None:
     _names(options)
     _grid(options)
-    if options.num_processes < 1:
-        raise LoopedError(f"--num-processes must be at least 1, got {options.num_processes}")
+    at_least = {"num_processes": 1, "limit": 1, "max_gen_toks": 1, "num_fewshot": 0, "max_num_seqs": 1}
+    for name, least in at_least.items():
+        given = getattr(options, name)
+        if given is not None and given < least:
+            raise LoopedError(f"--{name.replace('_', '-')} must be at least {least}, got {given}")
     if options.data is not None:
         _data_for(options)
         read_rows(options.data)
