@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,6 +190,5 @@ def _report(options: Options, model: LoopedLM, results: Sequence[EvalResult], wo
 
 
 if __name__ == "__main__":
-    from looped.cli import main
-
-    sys.exit(main(["eval", *sys.argv[1:]]))
+    sys.argv.insert(1, "eval")
+    runpy.run_module("looped", run_name="__main__", alter_sys=True)  # `python -m looped eval`, by a name of its own
