@@ -10,11 +10,10 @@ the token before, a whole batch of sequences is one pass: position j offers step
 prompt is one pass and each later token another, with a cache of all planes.
 """
 
-# B sequences, N tokens of a pass, T positions, D width, H heads, G key/value heads, K head dimension, V vocabulary
+# B sequences, N tokens of a pass, T positions, D width, H heads, G key/value heads, K head dimension
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
 
 _QUERY_BLOCK = 256
-_LOGITS_AT_ONCE = 1 << 26
 
 
 class Sequences(NamedTuple):
@@ -280,12 +278,3 @@ def _attend_block(q: Tensor, kept_k: Tensor, kept_v: Tensor, k: Tensor, v: Tenso
     weights = scores.softmax(-1)
     own = weights.gather(-1, own_column)
     return weights.scatter_(-1, own_column, 0.0) @ kept_v + own * v
-
-
-def logit_blocks(model: LoopedLM, h: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits [b, T, V] of states h [B, T, D], a few sequences at a time, with the slice of rows they belong to."""
-    positions = torch.arange(h.shape[1], device=h.device)
-    size = max(1, _LOGITS_AT_ONCE // (h.shape[1] * model.config.vocab_size))
-    for first in range(0, h.shape[0], size):
-        rows = slice(first, first + size)
-        yield rows, model.coda(h[rows], positions.expand(h[rows].shape[:2]), dense_causal)

@@ -101,13 +101,14 @@ def test_exits_and_states_are_those_of_the_reference_decoder(layout: str, prefil
 def test_a_token_past_its_exit_sees_what_it_would_if_it_alone_ran_on(layout: str) -> None:
     model = micro_model()
     prompt = PROMPTS[0]
-    run = generate(model, prompt, gate="ouro", threshold=THRESHOLD, layout=layout, max_new_tokens=8, ignore_eos=True)
+    sampled = {"layout": layout, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    run = generate(model, prompt, gate="ouro", threshold=THRESHOLD, max_new_tokens=8, **sampled)
     seen = walk(model, sequences([prompt], [run.token_ids]), policy(model, layout, "dense", 1))
     assert len(set(run.depths[1:])) > 1
     for index in range(1, 8):
         longer = Recorder(ReplayGate([*run.depths[:index], 4]))
-        again = generate(model, prompt, gate=longer, layout=layout, max_new_tokens=index + 1, ignore_eos=True)
-        assert again.token_ids[: index + 1][:index] == run.token_ids[:index]
+        again = generate(model, prompt, gate=longer, max_new_tokens=index + 1, **sampled)
+        assert again.token_ids[:index] == run.token_ids[:index]
         mine = torch.stack([h[0, len(prompt) + index - 1] for h in seen.states])
         torch.testing.assert_close(mine, torch.stack(longer.seen), rtol=1e-9, atol=1e-9)
 

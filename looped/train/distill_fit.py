@@ -1,0 +1,211 @@
+"""Training the heads of students, as a LightningModule over batches of features."""
+
+# N positions
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from lightning.pytorch import callbacks
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from looped.errors import LoopedError
+from looped.gates.losses import distillation_loss
+from looped.progress import progress
+from looped.train.distill import Features, Plan, Teaching, collect
+from looped.train.distill_data import Corpus
+from looped.train.students import Student
+
+UNFINISHED = "unfinished.safetensors"
+_NOTE_EVERY = 20
+
+
+class Unfinished(NamedTuple):
+    """Where a run that makes its features on the fly keeps its state, how often, and whether to go on from there."""
+
+    folder: Path
+    seconds: float
+    resume: bool
+
+
+class Distillation(lightning.LightningModule):
+    """All students at once; a Lightning batch is one optimiser step on a batch of features."""
+
+    def __init__(self, students: list[Student], plan: Plan, steps: int) -> None:
+        super().__init__()
+        self.students, self.heads = students, nn.ModuleList(students)
+        self.plan, self.steps, self.first_step = plan, steps, 0
+
+    def training_step(self, batch: Features, batch_idx: int) -> Tensor:
+        total = torch.zeros((), device=batch.hazards.device)
+        for student, inputs in zip(self.students, batch.inputs, strict=True):
+            total = total + distillation_loss(self.plan.loss, student(inputs), batch.hazards, student.min_depth)
+        if not bool(torch.isfinite(total)):
+            raise LoopedError(
+                f"the loss is {float(total)} at step {self.first_step + batch_idx + 1}; try a smaller --lr than "
+                f"{self.plan.lr:g}"
+            )
+        return total
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.plan.lr, weight_decay=0.0)
+
+    def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
+        """Cosine from the peak to zero over the whole run, resumed or not."""
+        part = (self.first_step + batch_idx) / self.steps
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = self.plan.lr * 0.5 * (1 + math.cos(math.pi * part))
+
+
+class Shuffled(IterableDataset[Features]):
+    """Endless batches of `size` positions from features in memory, in a new order every time round."""
+
+    def __init__(self, features: Features, size: int, seed: int) -> None:
+        self.features, self.seed = features, seed
+        self.size = min(size, len(features.hazards))
+
+    def __iter__(self) -> Iterator[Features]:
+        hazards = self.features.hazards
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            order = torch.randperm(len(hazards), generator=generator).to(hazards.device)
+            for rows in torch.split(order, self.size):
+                if len(rows) == self.size:
+                    yield Features(tuple(x[rows] for x in self.features.inputs), hazards[rows])
+
+
+class Streamed(IterableDataset[Features]):
+    """Features made by the teacher as they are asked for, from batch `first` on."""
+
+    def __init__(self, teaching: Teaching, corpus: Corpus, first: int) -> None:
+        self.teaching, self.corpus, self.first = teaching, corpus, first
+
+    def __iter__(self) -> Iterator[Features]:
+        for batch, index in self.teaching.stream(self.corpus.training()):
+            if index >= self.first:
+                yield self.teaching.features(batch, index)
+
+
+def distil(teaching: Teaching, corpus: Corpus, unfinished: Unfinished) -> int:
+    """Train the students of a teaching in place; the number of positions they saw, counting repeats once.
+
+    Raises LoopedError when the loss is not finite, KeyboardInterrupt on Ctrl-C.
+    """
+    module = Distillation(teaching.students, teaching.plan, teaching.steps)
+    if teaching.cached:
+        features = collect(teaching, corpus.training())
+        _prepare(teaching.students, features)
+        _fit(module, Shuffled(features, teaching.plan.batch_tokens, teaching.plan.seed), [])
+        return len(features.hazards)
+    keeper = _Keeper(module, unfinished)
+    if unfinished.resume:
+        keeper.load()
+    else:
+        _prepare(teaching.students, next(iter(Streamed(teaching, corpus, 0))))
+    _fit(module, Streamed(teaching, corpus, module.first_step), [keeper])
+    return keeper.positions
+
+
+def _prepare(students: list[Student], features: Features) -> None:
+    for student, inputs in zip(students, features.inputs, strict=True):
+        student.prepare(inputs, features.hazards)
+
+
+def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]) -> None:
+    _quiet()
+    device = next(module.parameters()).device
+    left = module.steps - module.first_step
+    with progress(left, "heads (steps)") as bar:
+        trainer = lightning.Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=[device.index or 0] if device.type == "cuda" else 1,
+            precision="32-true",
+            max_steps=left,
+            max_epochs=-1,
+            logger=False,
+            callbacks=[_Bar(bar), *extra],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        try:
+            trainer.fit(module, DataLoader(data, batch_size=None, num_workers=0))
+        except SystemExit:  # what Lightning makes of Ctrl-C
+            raise KeyboardInterrupt from None
+    module.eval()
+
+
+def _quiet() -> None:
+    """Lightning's advice is for other set-ups: features are made in this process, and there is no validation loop."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (".*not have many workers.*", ".*GPU available but.*", ".*`IterableDataset`.*", ".*treespec.*"):
+        warnings.filterwarnings("ignore", text)
+
+
+class _Bar(callbacks.Callback):
+    """Tells our progress bar."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
+        self.bar.advance(note=f"loss {float(outputs['loss']):.4f}" if batch_idx % _NOTE_EVERY == 0 else None)
+
+
+class _Keeper(callbacks.Callback):
+    """Keeps heads, optimiser and step of a long run every few minutes, and loads them again."""
+
+    def __init__(self, module: Distillation, unfinished: Unfinished) -> None:
+        self.module, self.unfinished = module, unfinished
+        self.saved, self.positions = time.monotonic(), 0
+        self.loaded: dict[str, Tensor] = {}
+
+    @property
+    def path(self) -> Path:
+        return self.unfinished.folder / UNFINISHED
+
+    def load(self) -> None:
+        """Heads and step now; the optimiser's state once there is an optimiser."""
+        self.loaded = load_file(self.path)
+        state = {name.removeprefix("module."): x for name, x in self.loaded.items() if name.startswith("module.")}
+        self.module.load_state_dict(state)
+        self.module.first_step = int(self.loaded["step"])
+        self.positions = int(self.loaded["positions"])
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for name, parameter in self.module.named_parameters():
+            moments = {key: self.loaded[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq") if self.loaded}
+            if moments:
+                state = {key: x.to(parameter.device) for key, x in moments.items()}
+                trainer.optimizers[0].state[parameter] = state | {"step": self.loaded["step"].float()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
+        self.positions += len(batch.hazards)
+        if time.monotonic() - self.saved >= self.unfinished.seconds:
+            self.save(trainer, self.module.first_step + batch_idx + 1)
+            self.saved = time.monotonic()
+
+    def save(self, trainer: Any, step: int) -> None:
+        """Write the state; the file appears whole or not at all."""
+        tensors = {f"module.{name}": x for name, x in self.module.state_dict().items()}
+        for name, parameter in self.module.named_parameters():
+            state = trainer.optimizers[0].state[parameter]
+            tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        tensors |= {"step": torch.tensor(step), "positions": torch.tensor(self.positions)}
+        self.unfinished.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
+        os.replace(partial, self.path)

@@ -1,0 +1,182 @@
+"""Gates in training: what each kind sees, its heads, and the finished gate."""
+
+# B sequences, T tokens, N positions, D width, R loop steps, F features, V vocabulary
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from looped.errors import LoopedError, unknown
+from looped.gates import Carry, LookaheadGate, OuroGate, PreLoopGate
+from looped.gates.hazard import TrainedGate, pre_loop_features
+from looped.gates.losses import fold
+from looped.model import LoopedLM
+from looped.model.attention import dense_causal
+from looped.train.walk import Sequences, Walk
+
+_LOGITS_AT_ONCE = 1 << 26
+
+
+class Reading(NamedTuple):
+    """What the head makes of states: entropy and surprisal of the next token, [N] nats, at least float32."""
+
+    entropy: Tensor
+    surprisal: Tensor
+
+
+@torch.no_grad()
+def read(model: LoopedLM, h: Tensor, following: Tensor) -> Reading:
+    """Entropy and surprisal of the tokens `following` [N] after states h [N, D] of a fully looped model."""
+    size = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
+    entropy, surprisal = [], []
+    for states, tokens in zip(torch.split(h, size), torch.split(following, size), strict=True):
+        logits = model.coda(states, torch.zeros_like(tokens), dense_causal)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        entropy.append(-(log_p.exp() * log_p).sum(-1))
+        surprisal.append(-log_p.gather(-1, tokens[:, None])[:, 0])
+    return Reading(torch.cat(entropy), torch.cat(surprisal))
+
+
+class Student(nn.Module, ABC):
+    """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1."""
+
+    kind: ClassVar[str]
+    min_depth: ClassVar[int]
+    gate_class: ClassVar[type[TrainedGate]]
+
+    def __init__(self, model: LoopedLM, num_heads: int, num_features: int) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise LoopedError(
+                f"{model.name} runs {model.config.max_loops} loops; a {self.kind} gate needs {self.min_depth + 1}"
+            )
+        self.weight = nn.Parameter(torch.zeros(num_heads, num_features, device=model.device))
+        self.bias = nn.Parameter(torch.zeros(num_heads, device=model.device))
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers the gate sees of one position."""
+        return self.weight.shape[1]
+
+    @abstractmethod
+    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
+        """What the gate sees at the positions `where` [B, T]: [N, ...] float32."""
+
+    @abstractmethod
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits [N, R - min_depth] of predicted hazards."""
+
+    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
+        """Set what depends on data from a first batch: inputs [N, ...] and teacher hazards [N, R-1]."""
+
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias as the finished gate applies them."""
+        return self.weight.detach().clone(), self.bias.detach().clone()
+
+    def gate(self, model: LoopedLM) -> TrainedGate:
+        """The finished gate, bound to its teacher."""
+        config = model.config
+        trained = self.gate_class(
+            *self.heads(),
+            hidden_size=config.hidden_size,
+            max_loops=config.max_loops,
+            teacher=model.name,
+            revision=model.revision,
+        )
+        return trained.bind(model)
+
+
+class LookaheadStudent(Student):
+    """One head a step on z_r, r = 1..R-2, that starts as the teacher's own head and learns lambda_{r+1}."""
+
+    kind, min_depth, gate_class = "lookahead", LookaheadGate.min_depth, LookaheadGate
+
+    def __init__(self, model: LoopedLM) -> None:
+        config = model.config
+        super().__init__(model, config.max_loops - 2, config.hidden_size)
+        assert model.exit_gate is not None
+        with torch.no_grad():
+            self.weight.copy_(model.exit_gate.weight)
+            self.bias.copy_(model.exit_gate.bias)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.numel()
+
+    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
+        steps = seen.states[: model.config.max_loops - 2]
+        return torch.stack([model.readout(h[where]) for h in steps], 1).float()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.weight).sum(-1) + self.bias
+
+
+class PreLoopStudent(Student):
+    """All hazards from the token's input and the carry of the token before it, in standardised features."""
+
+    kind, min_depth, gate_class = "pre-loop", 1, PreLoopGate
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, model: LoopedLM) -> None:
+        config = model.config
+        num_features = 2 * config.hidden_size + 3
+        super().__init__(model, config.max_loops - 1, num_features)
+        self.register_buffer("mean", torch.zeros(num_features, device=model.device))
+        self.register_buffer("scale", torch.ones(num_features, device=model.device))
+
+    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
+        before = where.roll(-1, 1)
+        before[:, -1] = False
+        if int(before.sum()) != int(where.sum()):
+            raise ValueError("the first token of a sequence has no token before it")
+        depth = seen.depths[before]
+        h = seen.at(seen.depths)[before]
+        reading = read(model, h, batch.tokens[where])
+        carry = Carry(model.readout(h), reading.entropy, reading.surprisal, depth.to(reading.entropy.dtype))
+        return pre_loop_features(seen.start[where], carry).float()
+
+    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
+        self.mean.copy_(inputs.mean(0))
+        spread = inputs.std(0)
+        self.scale.copy_(torch.where(spread > 1e-6, spread, torch.ones_like(spread)))
+        with torch.no_grad():
+            self.bias.copy_(torch.logit(hazards.float().mean(0), eps=1e-4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return ((inputs - self.mean) / self.scale) @ self.weight.T + self.bias
+
+    def heads(self) -> tuple[Tensor, Tensor]:
+        weight = self.weight.detach() / self.scale
+        return weight, self.bias.detach() - weight @ self.mean
+
+
+STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
+    student.kind: student for student in (LookaheadStudent, PreLoopStudent)
+}
+
+
+def new_students(names: tuple[str, ...], model: LoopedLM) -> list[Student]:
+    """The students of names, `all` for each kind. Raises LoopedError for other gates and for too few loops."""
+    wanted = list(STUDENTS) if names == ("all",) else list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in STUDENTS:
+            raise unknown("gate to train", name, [*STUDENTS, "all"])
+    if not wanted:
+        raise LoopedError(f"no gate to train was given; known: {', '.join(STUDENTS)}, all")
+    return [STUDENTS[name](model) for name in wanted]
+
+
+def teacher_hazards(model: LoopedLM, seen: Walk, where: Tensor) -> Tensor:
+    """lambda_1..lambda_{R-1} of the teacher at positions `where` [B, T]: [N, R-1], at least float32."""
+    teacher = OuroGate().bind(model)
+    return torch.stack([teacher.hazard(model.readout(h[where])) for h in seen.states[:-1]], -1)
+
+
+def folded_hazards(student: Student, hazards: Tensor) -> Tensor:
+    """The teacher's hazards [N, R-1] as the student's depths see them: [N, R - min_depth]."""
+    return fold(hazards, student.min_depth)

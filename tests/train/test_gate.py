@@ -1,0 +1,296 @@
+"""`looped train-gate`: a gate learns its teacher's exits, its checkpoint runs, mistakes end in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import looped.train.distill as distill
+from looped.config import ModelConfig
+from looped.decode import generate
+from looped.errors import LoopedError
+from looped.gates import get_gate, load_gate
+from looped.model import LoopedLM, load, save
+from looped.model.loading import ASSETS
+from looped.train import distill_fit
+from looped.train.distill import Deployment, Plan, Teaching
+from looped.train.distill_data import Corpus, Document, batches
+from looped.train.gate import Options, run
+from looped.train.students import new_students
+
+QUICK = ("--tokens", 6000, "--eval-tokens", 3000, "--steps", 150, "--lr", 0.01, "--device", "cpu", "--seed", 1)
+
+
+def make_teacher(folder: Path, max_loops: int = 4, seed: int = 0) -> Path:
+    """A random Ouro with the shipped tokenizer, whose gate leaves at every depth."""
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        family="ouro",
+        vocab_size=2048,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        num_prelude_layers=0,
+        num_core_layers=1,
+        num_coda_layers=0,
+        max_loops=max_loops,
+        trained_loops=max_loops,
+        max_positions=256,
+        rope_theta=10000.0,
+        exit_gate=True,
+        exit_threshold=0.5,
+        eos_ids=(0,),
+        pad_id=1,
+    )
+    model = LoopedLM(config)
+    assert model.exit_gate is not None
+    model.exit_gate.weight.normal_(0, 0.35)
+    model.exit_gate.bias.fill_(0.1)
+    save(model, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ASSETS / "tokenizer" / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def trained(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both gates, trained once for all tests of this file."""
+    out = tmp_path_factory.mktemp("gates") / "out"
+    size = {"tokens": 12000, "eval_tokens": 5000, "steps": 300}
+    assert run(Options(teacher=str(teacher), gate=("all",), output=out, lr=0.01, device="cpu", **size)) == 0
+    return out
+
+
+def card(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "gate.json").read_text())
+    return loaded
+
+
+def test_gates_agree_with_the_teacher_far_above_the_baselines(trained: Path) -> None:
+    lookahead, pre_loop = (card(trained / kind)["metrics"] for kind in ("lookahead", "pre-loop"))
+    assert lookahead["constant_agreement"] < 0.7, "the teacher's exits must differ for this test to mean something"
+    assert lookahead["agreement"] > max(lookahead["constant_agreement"], lookahead["previous_agreement"]) + 0.15
+    assert lookahead["agreement"] > 0.8
+    assert lookahead["kappa"] > 0.75
+    assert pre_loop["agreement"] > max(pre_loop["constant_agreement"], pre_loop["previous_agreement"]) + 0.05
+    for metrics in (lookahead, pre_loop):
+        assert metrics["mean_depth"] == pytest.approx(metrics["teacher_mean_depth"], abs=0.01)
+        assert metrics["deployed_mean_depth"] == pytest.approx(metrics["mean_depth"], abs=0.15)
+
+
+def test_the_checkpoint_says_what_it_is(trained: Path, teacher: Path) -> None:
+    model = load(teacher, device="cpu")
+    for kind, min_depth in (("lookahead", 2), ("pre-loop", 1)):
+        stored = card(trained / kind)
+        assert (stored["kind"], stored["min_depth"], stored["latency"]) == (kind, min_depth, 1)
+        assert (stored["layout"], stored["prefill"]) == ("ragged", "dense")
+        assert stored["teacher_revision"] == model.revision
+        rows = stored["thresholds"]
+        assert [row["threshold"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+        depths = [row["mean_depth"] for row in rows]
+        assert depths == sorted(depths)
+        gate = get_gate(trained / kind, model)
+        assert gate.threshold == stored["threshold"]
+    assert load_file(trained / "lookahead" / "gate.safetensors")["weight"].shape == (2, 32)
+    assert load_file(trained / "pre-loop" / "gate.safetensors")["weight"].shape == (3, 67)
+
+
+def test_the_gate_runs_in_the_decoder_at_the_mean_depth_of_its_card(trained: Path, teacher: Path) -> None:
+    model = load(teacher, device="cpu")
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    for kind in ("lookahead", "pre-loop"):
+        depths: list[int] = []
+        for seed in range(4):
+            prompt = tokenizer.encode(f"Q: Tom has {seed} pens and buys {seed + 3} more. How many pens?\nA:")
+            sampled = {"temperature": 1.0, "seed": seed, "ignore_eos": True, "max_new_tokens": 24}
+            depths += generate(model, prompt, gate=trained / kind, **sampled).depths[1:]
+        assert len(set(depths)) > 1
+        assert min(depths) >= load_gate(trained / kind).min_depth
+
+
+def test_another_teacher_is_refused(trained: Path, tmp_path: Path) -> None:
+    other = load(make_teacher(tmp_path, seed=5), device="cpu")
+    with pytest.raises(LoopedError, match="was made for"):
+        get_gate(trained / "lookahead", other)
+
+
+def test_json_is_the_last_line(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
+    words = ("train-gate", "--teacher", teacher, "--output", tmp_path / "gate", *QUICK)
+    done = cli(*words, "--kv", "last-exited", "--prefill", "ragged", "--threshold-target", 0.4, "--json")
+    assert done.code == 0, done
+    result = json.loads(done.out.splitlines()[-1])
+    assert 0 < result["agreement"] <= 1
+    assert 2 <= result["mean_depth"] <= 4
+    assert result["teacher_threshold"] == 0.4
+    stored = card(tmp_path / "gate")
+    assert (stored["layout"], stored["prefill"]) == ("ragged", "ragged")
+    assert stored["threshold"] == result["threshold"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    again = cli(*words)
+    assert "already holds a run" in again.refusal
+    assert "--overwrite" in again.refusal
+    assert card(tmp_path / "gate") == stored
+    assert cli(*words, "--overwrite", "--loss", "paper").code == 0
+    assert card(tmp_path / "gate") != stored
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--gate", "lookahed"), "did you mean 'lookahead'"),
+        (("--gate", "none"), "known: lookahead, pre-loop, all"),
+        (("--kv", "raged"), "did you mean 'ragged'"),
+        (("--gate", "pre-loop", "--prefill", "ragged"), "cannot run in a ragged prefill"),
+        (("--tokens", "0"), "--tokens must be at least 1"),
+        (("--steps", "0"), "--steps must be at least 1"),
+        (("--lr", "-1"), "--lr must be above 0"),
+        (("--threshold-target", "1.5"), "between 0 and 1"),
+        (("--context-thresholds", "0.9,0.1"), "two numbers in order"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--device", "abacus"), "no device"),
+        (("--resume",), "no unfinished run"),
+    ],
+)
+def test_mistakes_are_refused(cli: Callable[..., Any], teacher: Path, tmp_path: Path, words, sentence: str) -> None:
+    out = tmp_path / "out"
+    done = cli("train-gate", "--teacher", teacher, "--output", out, "--device", "cpu", *words)
+    assert sentence in done.refusal
+    assert not out.exists()
+
+
+def test_teachers_without_a_gate_or_with_too_few_loops_are_refused(cli, tmp_path: Path, shared) -> None:
+    short = make_teacher(tmp_path / "short", max_loops=2)
+    assert "needs 3" in cli("train-gate", "--teacher", short, "--output", tmp_path / "out", "--device", "cpu").refusal
+    huginn = tmp_path / "huginn"
+    huginn.mkdir()
+    fixture = json.loads(shared("fixtures/huginn_tiny.json").read_text())
+    (huginn / "config.json").write_text(json.dumps(fixture["config"]))
+    shutil.copyfile(shared("fixtures/huginn_tiny.safetensors"), huginn / "model.safetensors")
+    refused = cli("train-gate", "--teacher", huginn, "--output", tmp_path / "out", "--device", "cpu")
+    assert "no exit gate of its own" in refused.refusal
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(cli, teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = cli("train-gate", "--teacher", teacher, "--output", tmp_path, "--overwrite", *QUICK)
+    assert "holds no gate" in done.refusal
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_ctrl_c_leaves_an_older_gate_as_it_was(
+    cli, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "gate"
+    shutil.copytree(ASSETS / "tokenizer", out)
+    (out / "gate.json").write_text("{}")
+    before = sorted(path.name for path in out.iterdir())
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill_fit.Distillation, "training_step", interrupted)
+    done = cli("train-gate", "--teacher", teacher, "--output", out, "--overwrite", *QUICK)
+    assert done.code == 130
+    assert sorted(path.name for path in out.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["gate"]
+
+
+def test_a_long_run_resumes_where_it_was_saved(
+    cli, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features made on the fly: killed in the middle and resumed, the gate is bit for bit that of a whole run."""
+    monkeypatch.setattr(distill, "_CACHE_BYTES", 0)
+    words = ("train-gate", "--teacher", teacher, "--gate", "all", "--tokens", 8000, "--eval-tokens", 2000)
+    words = (*words, "--batch-tokens", 1000, "--device", "cpu", "--save-minutes", 1e-6)
+    assert cli(*words, "--output", tmp_path / "whole").code == 0
+
+    features, calls = Teaching.features, 0
+
+    def until_killed(self: Teaching, batch: Any, index: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return features(self, batch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Teaching, "features", until_killed)
+        assert cli(*words, "--output", tmp_path / "cut").code == 130
+    assert not list((tmp_path / "cut").glob("**/gate.json"))
+    assert "--resume" in cli(*words, "--output", tmp_path / "cut").refusal
+    assert "--lr" in cli(*words, "--output", tmp_path / "cut", "--resume", "--lr", "0.5").refusal
+    assert cli(*words, "--output", tmp_path / "cut", "--resume").code == 0
+    for kind in ("lookahead", "pre-loop"):
+        whole, cut = (load_file(tmp_path / run / kind / "gate.safetensors") for run in ("whole", "cut"))
+        for name in ("weight", "bias"):
+            assert torch.equal(whole[name], cut[name])
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["lookahead", "pre-loop"]
+
+
+def test_documents_are_split_into_prompt_and_answer_and_never_shared(teacher: Path, tmp_path: Path) -> None:
+    model = load(teacher, device="cpu")
+    assert model.tokenizer is not None
+    rows = [{"text": f"Q: What is {i} + 1?\nA: {i} + 1 = {i + 1}. The answer is {i + 1}."} for i in range(30)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    corpus = Corpus(str(path), model, 0, 256)
+    held_out = corpus.held_out(100_000)
+    assert len(held_out) == 3
+    document = held_out[0]
+    assert model.tokenizer.decode(document.token_ids[: document.prompt_len]).endswith("\nA:")
+    assert document.token_ids[-1] == 0
+    stream = corpus.training()
+    first, second = ([next(stream) for _ in range(27)] for _ in range(2))
+    ids = [{tuple(document.token_ids) for document in part} for part in (first, second, held_out)]
+    assert ids[0] == ids[1]
+    assert not ids[0] & ids[2]
+    assert [d.token_ids for d in first] != [d.token_ids for d in second]
+    plain = corpus.document("no question here, only a text of some length that goes on and on")
+    assert 0 < plain.prompt_len < len(plain.token_ids) / 2 + 1
+    with pytest.raises(LoopedError, match="at least 2"):
+        (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
+        Corpus(str(tmp_path / "one.jsonl"), model, 0, 256)
+
+
+def test_batches_keep_every_document_within_the_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 90, (200,), generator=generator).tolist()
+    documents = [Document([index, *range(1, length)], 2) for index, length in enumerate(lengths)]
+    seen = []
+    for batch in batches(documents, 512):
+        assert batch.tokens.numel() <= 512
+        assert (batch.lengths - batch.prompt_lens).tolist() == sorted(batch.lengths - 2, reverse=True)
+        seen += batch.tokens[:, 0].tolist()
+    assert sorted(seen) == [*range(200)]
+
+
+def test_one_forward_serves_students_with_different_floors(teacher: Path) -> None:
+    """Contexts of both floors appear, and the features of a gate are what it sees when it runs."""
+    model = load(teacher, device="cpu")
+    from looped.kv import get_layout
+
+    students = new_students(("all",), model)
+    teaching = Teaching(model, students, Deployment(get_layout("ragged"), False), Plan(batch_tokens=2000))
+    batch = next(batches(Corpus("embedded", model, 0, 256).training(), 2000))
+    features = teaching.features(batch, 0)
+    num = int(batch.decode.sum())
+    assert [tuple(x.shape) for x in features.inputs] == [(num, 2, 32), (num, 67)]
+    assert features.hazards.shape == (num, 3)
+    depth_before = features.inputs[1][:, -1]
+    assert set(depth_before.tolist()) == {1.0, 2.0, 3.0, 4.0}
