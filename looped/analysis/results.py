@@ -1,0 +1,143 @@
+"""What the demo finds, as values: the report is drawn from them, and `results.json` holds them. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from looped.analysis.offline import OfflineResult
+
+NATIVE, FIXED = "native", "fixed depth"
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """One trained gate: how well it agrees with its teacher on held-out tokens, at the teacher's own threshold.
+
+    `teacher_depth` and `depth` are mean exit depths, the teacher's folded at `min_depth`; `matched_threshold` is where
+    the gate's mean depth equals it. `parameters` counts the gate's weights.
+    """
+
+    gate: str
+    parameters: int
+    min_depth: int
+    threshold: float
+    agreement: float
+    teacher_depth: float
+    depth: float
+    matched_threshold: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """Accuracy under one layout and depth policy. `gate` is FIXED for a truncated depth, then `threshold` is None.
+
+    `accuracy` and `stderr` are shares; `histogram[r - 1]` decode tokens left after r loops. `dense`: all loops run, the
+    gate only picks the output.
+    """
+
+    layout: str
+    gate: str
+    threshold: float | None
+    max_depth: int
+    accuracy: float
+    stderr: float
+    mean_depth: float
+    histogram: tuple[int, ...]
+    n: int
+    unfinished: int
+    dense: bool
+    tok_s: float
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """What a KV layout costs: planes a core layer keeps, bytes of a full-depth token."""
+
+    layout: str
+    planes: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The grid of scores on one task."""
+
+    task: str
+    n: int
+    default_layout: str
+    max_loops: int
+    rows: tuple[ScoreRow, ...]
+    layouts: tuple[LayoutRow, ...]
+    max_new_tokens: int
+
+    def of(self, layout: str, gate: str | None = None) -> list[ScoreRow]:
+        """The rows of a layout (and gate), by rising mean depth."""
+        rows = [row for row in self.rows if row.layout == layout and gate in (None, row.gate)]
+        return sorted(rows, key=lambda row: row.mean_depth)
+
+    @property
+    def layout_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.layout for row in self.rows))
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.gate for row in self.rows))
+
+    @property
+    def full_depth(self) -> ScoreRow | None:
+        """The default layout without exits."""
+        rows = self.of(self.default_layout, FIXED)
+        return next((row for row in rows if row.max_depth == self.max_loops), None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token: its text and how many loops produced it."""
+
+    text: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A chat request that the server answered."""
+
+    question: str
+    pieces: tuple[Piece, ...]
+    finish_reason: str
+    expected: str
+    seconds: float
+    settings: str
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def mean_depth(self) -> float:
+        """Over the tokens after the first; NaN without any."""
+        depths = [piece.depth for piece in self.pieces[1:]]
+        return sum(depths) / len(depths) if depths else math.nan
+
+
+@dataclass(frozen=True)
+class DemoResults:
+    """Everything the demo found, and what it takes to find it again."""
+
+    model: str
+    parameters: int
+    max_loops: int
+    revision: str
+    gates: tuple[Distilled, ...]
+    scores: Scores
+    bench: OfflineResult
+    answers: tuple[Answered, ...]
+    seconds: dict[str, float]
+    settings: dict[str, str]
+    commands: tuple[tuple[str, str], ...]
+    """(what it does, the command) pairs that repeat the steps."""
