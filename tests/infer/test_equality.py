@@ -17,7 +17,7 @@ from tests.models import micro_ouro
 
 LAYOUTS = ("depth", "last-exited", "ragged", "shared", "first-shared", "modulo-3")
 GATES = ("ouro", "convergence", "fixed", "delay", "lookahead", "pre-loop")
-MAX_TOKENS = 5
+MAX_TOKENS = 4
 
 # W, K, M, chunk_size, page_size, temperature
 SETTINGS = (
