@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from looped.errors import LoopedError
 from looped.gates import OuroGate
 from looped.kv import KVLayout
 from looped.model import LoopedLM
@@ -24,7 +25,8 @@ from looped.train.students import Student, teacher_hazards
 from looped.train.walk import ExitPolicy, Sequences, walk
 
 _CACHE_BYTES = 1 << 30
-_CACHED_STEPS = 1000
+_ADAMW_STEPS = 1000
+_LBFGS_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,19 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast to train. `tokens` is what the teacher reads; without `steps` there is a default."""
+    """How long and how fast to train. `tokens` is what the teacher reads; without `steps` there is a default.
 
-    tokens: int = 60_000
+    The KL of linear heads is convex, so while its features are in memory L-BFGS on all of them at once finds the best
+    heads within seconds, without a learning rate. `auto` takes AdamW where they are not, or where the loss has kinks.
+    """
+
+    tokens: int = 40_000
     steps: int | None = None
     batch_tokens: int = 4096
-    lr: float = 1e-3
+    lr: float = 3e-3
     loss: str = "kl"
     seed: int = 0
+    optimizer: str = "auto"
 
 
 class Features(NamedTuple):
@@ -98,11 +105,24 @@ class Teaching:
         return 4 * numbers * self.plan.tokens <= _CACHE_BYTES
 
     @property
+    def lbfgs(self) -> bool:
+        """Heads are fitted to all features at once. Raises LoopedError where that was asked for and cannot be."""
+        if self.plan.optimizer == "lbfgs" and not self.cached:
+            raise LoopedError(
+                f"the features of {self.plan.tokens} tokens do not fit memory, which lbfgs needs; use adamw"
+            )
+        return self.plan.optimizer == "lbfgs" or (
+            self.plan.optimizer == "auto" and self.cached and self.plan.loss == "kl"
+        )
+
+    @property
     def steps(self) -> int:
         """Optimiser steps of the run."""
         if self.plan.steps is not None:
             return self.plan.steps
-        return _CACHED_STEPS if self.cached else max(1, round(self.plan.tokens / self.plan.batch_tokens))
+        if self.cached:
+            return _LBFGS_STEPS if self.lbfgs else _ADAMW_STEPS
+        return max(1, round(self.plan.tokens / self.plan.batch_tokens))
 
 
 def collect(teaching: Teaching, documents: Iterator[Document]) -> Features:

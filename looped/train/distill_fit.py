@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 from lightning.pytorch import callbacks
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,18 +24,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from looped.errors import LoopedError
 from looped.gates.losses import distillation_loss
 from looped.progress import progress
-from looped.train.distill import Features, Plan, Teaching, collect
+from looped.train.distill import Features, Teaching, collect
 from looped.train.distill_data import Corpus
 from looped.train.students import Student
 
-UNFINISHED = "unfinished.safetensors"
 _NOTE_EVERY = 20
+_LBFGS_ITERATIONS = 10
 
 
 class Unfinished(NamedTuple):
     """Where a run that makes its features on the fly keeps its state, how often, and whether to go on from there."""
 
-    folder: Path
+    path: Path
     seconds: float
     resume: bool
 
@@ -42,10 +43,11 @@ class Unfinished(NamedTuple):
 class Distillation(lightning.LightningModule):
     """All students at once; a Lightning batch is one optimiser step on a batch of features."""
 
-    def __init__(self, students: list[Student], plan: Plan, steps: int) -> None:
+    def __init__(self, teaching: Teaching) -> None:
         super().__init__()
-        self.students, self.heads = students, nn.ModuleList(students)
-        self.plan, self.steps, self.first_step = plan, steps, 0
+        self.students, self.heads = teaching.students, nn.ModuleList(teaching.students)
+        self.plan, self.steps, self.lbfgs = teaching.plan, teaching.steps, teaching.lbfgs
+        self.first_step = 0
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         total = torch.zeros((), device=batch.hazards.device)
@@ -59,10 +61,16 @@ class Distillation(lightning.LightningModule):
         return total
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.lbfgs:
+            return torch.optim.LBFGS(
+                self.parameters(), max_iter=_LBFGS_ITERATIONS, history_size=20, line_search_fn="strong_wolfe"
+            )
         return torch.optim.AdamW(self.parameters(), lr=self.plan.lr, weight_decay=0.0)
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
-        """Cosine from the peak to zero over the whole run, resumed or not."""
+        """Cosine from the peak to zero over the whole run, resumed or not; L-BFGS needs no rate."""
+        if self.lbfgs:
+            return
         part = (self.first_step + batch_idx) / self.steps
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = self.plan.lr * 0.5 * (1 + math.cos(math.pi * part))
@@ -79,6 +87,9 @@ class Shuffled(IterableDataset[Features]):
         hazards = self.features.hazards
         generator = torch.Generator().manual_seed(self.seed)
         while True:
+            if self.size == len(hazards):
+                yield self.features
+                continue
             order = torch.randperm(len(hazards), generator=generator).to(hazards.device)
             for rows in torch.split(order, self.size):
                 if len(rows) == self.size:
@@ -102,11 +113,12 @@ def distil(teaching: Teaching, corpus: Corpus, unfinished: Unfinished) -> int:
 
     Raises LoopedError when the loss is not finite, KeyboardInterrupt on Ctrl-C.
     """
-    module = Distillation(teaching.students, teaching.plan, teaching.steps)
+    module = Distillation(teaching)
     if teaching.cached:
         features = collect(teaching, corpus.training())
         _prepare(teaching.students, features)
-        _fit(module, Shuffled(features, teaching.plan.batch_tokens, teaching.plan.seed), [])
+        size = len(features.hazards) if teaching.lbfgs else teaching.plan.batch_tokens
+        _fit(module, Shuffled(features, size, teaching.plan.seed), [])
         return len(features.hazards)
     keeper = _Keeper(module, unfinished)
     if unfinished.resume:
@@ -162,7 +174,8 @@ class _Bar(callbacks.Callback):
         self.bar = bar
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
-        self.bar.advance(note=f"loss {float(outputs['loss']):.4f}" if batch_idx % _NOTE_EVERY == 0 else None)
+        told = module.lbfgs or batch_idx % _NOTE_EVERY == 0
+        self.bar.advance(note=f"loss {float(outputs['loss']):.5f}" if told else None)
 
 
 class _Keeper(callbacks.Callback):
@@ -173,13 +186,12 @@ class _Keeper(callbacks.Callback):
         self.saved, self.positions = time.monotonic(), 0
         self.loaded: dict[str, Tensor] = {}
 
-    @property
-    def path(self) -> Path:
-        return self.unfinished.folder / UNFINISHED
-
     def load(self) -> None:
         """Heads and step now; the optimiser's state once there is an optimiser."""
-        self.loaded = load_file(self.path)
+        try:
+            self.loaded = load_file(self.unfinished.path)
+        except (SafetensorError, OSError) as error:
+            raise LoopedError(f"{self.unfinished.path} is damaged ({error}); start again with --overwrite") from error
         state = {name.removeprefix("module."): x for name, x in self.loaded.items() if name.startswith("module.")}
         self.module.load_state_dict(state)
         self.module.first_step = int(self.loaded["step"])
@@ -205,7 +217,6 @@ class _Keeper(callbacks.Callback):
             state = trainer.optimizers[0].state[parameter]
             tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
         tensors |= {"step": torch.tensor(step), "positions": torch.tensor(self.positions)}
-        self.unfinished.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
+        partial = self.unfinished.path.with_suffix(".partial")
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
-        os.replace(partial, self.path)
+        os.replace(partial, self.unfinished.path)

@@ -23,8 +23,8 @@ from looped.train.walk import ExitPolicy, Sequences, Walk, walk
 
 
 class Part(NamedTuple):
-    """Held-out positions of one kind: teacher hazards [N, R-1], student logits, losses at every depth [N, R], and the
-    exit depth of the token before [N]."""
+    """Held-out positions of one kind: teacher hazards [N, R-1], student logits, losses at every depth [N, R] (of a
+    prompt the first alone), and the exit depth of the token before [N]."""
 
     hazards: Tensor
     logits: Tensor
@@ -169,15 +169,15 @@ def observe(
     decode, prompt = [], []
     for batch in _batches(model, documents, batch_tokens, f"held-out, {student.kind} (tokens)"):
         seen = walk(model, batch, deployment.policy(model, *_same(batch, threshold, student.min_depth)))
-        decode.append(_part(model, student, batch, seen, batch.decode))
+        decode.append(_part(model, student, batch, seen, batch.decode, with_losses=True))
         if student.kind == "lookahead":
-            prompt.append(_part(model, student, batch, seen, batch.prompt))
+            prompt.append(_part(model, student, batch, seen, batch.prompt, with_losses=False))
     return HeldOut(_joined(decode), _joined(prompt) if prompt else None)
 
 
-def _part(model: LoopedLM, student: Student, batch: Sequences, seen: Walk, where: Tensor) -> Part:
+def _part(model: LoopedLM, student: Student, batch: Sequences, seen: Walk, where: Tensor, *, with_losses: bool) -> Part:
     following = batch.tokens.roll(-1, 1)[where]
-    losses = [read(model, h[where], following).surprisal for h in seen.states]
+    losses = [read(model, h[where], following).surprisal for h in seen.states[: None if with_losses else 1]]
     before = seen.depths.roll(1, 1)
     before[:, 0] = model.config.max_loops
     inputs = student.inputs(model, batch, seen, where)
@@ -201,7 +201,9 @@ def deployed(
     """Mean depth and loss of decode positions when every token leaves where the student says."""
     gate = student.gate(model)
     depths, losses = [], []
-    for batch in _batches(model, documents, batch_tokens, f"deployed, {student.kind} (tokens)"):
+    # Token by token a pass is small, so more sequences at once pay; the cache of all planes sets the bound.
+    size = batch_tokens * (2 if gate.uses_carry else 1)
+    for batch in _batches(model, documents, size, f"deployed, {student.kind} (tokens)"):
         policy = ExitPolicy(
             deployment.layout, deployment.ragged_prefill, gate, *_same(batch, threshold, student.min_depth)
         )

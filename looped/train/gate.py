@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from looped.train.distill_report import GateReport
     from looped.train.students import Student
 
-RESUME_PLAN = "unfinished.json"
+RESUME_PLAN, RESUME_STATE = "unfinished.json", "unfinished.safetensors"
 _DEFAULT_THRESHOLD = 0.5
 # What a resumed run may change.
 _FREE = ("output", "overwrite", "resume", "json", "save_minutes", "eval_tokens")
@@ -47,12 +47,15 @@ class Options:
     )
     loss: Literal["kl", "paper"] = option("kl", "survival-weighted hazard loss, or the authors' recipe")
     data: str = option("embedded", "the embedded generator, a .jsonl or .parquet file, or a hub data set")
-    tokens: int = option(60_000, "tokens that the teacher reads")
-    eval_tokens: int = option(8_000, "tokens of held-out documents")
+    tokens: int = option(40_000, "tokens that the teacher reads")
+    eval_tokens: int = option(6_000, "tokens of held-out documents")
     max_length: int = option(1024, "tokens a document is cut to")
-    steps: int | None = option(None, "optimiser steps; by default 1000, or one a batch where features do not fit")
+    optimizer: Literal["auto", "adamw", "lbfgs"] = option(
+        "auto", "lbfgs fits all features at once; auto: where they fit memory and the loss is kl, else adamw"
+    )
+    steps: int | None = option(None, "optimiser steps (lbfgs: of 10 iterations); when left out, enough")
     batch_tokens: int = option(4096, "tokens in a forward of the teacher, and positions in an optimiser step")
-    lr: float = option(1e-3, "peak learning rate of AdamW; falls to zero by a cosine")
+    lr: float = option(3e-3, "peak learning rate of AdamW; falls to zero by a cosine")
     seed: int = option(0, "seed of documents, their order and thresholds")
     device: str | None = option(None, "cpu or cuda; the first GPU when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("auto", "auto: bfloat16 on a GPU")
@@ -106,16 +109,16 @@ def check_output(options: Options) -> Path:
         raise LoopedError(f"{folder} is a file; give a folder for the gate checkpoint")
     plan = folder / RESUME_PLAN
     if options.resume:
-        if not plan.is_file():
+        if not plan.is_file() or not (folder / RESUME_STATE).is_file():
             raise LoopedError(f"{folder} holds no unfinished run to resume; leave --resume out to start one there")
         _check_same(json.loads(plan.read_text(encoding="utf-8")), _plain(options))
         return folder
     if folder.is_dir() and any(folder.iterdir()):
-        ours = plan.is_file() or any(folder.glob("gate.json")) or any(folder.glob("*/gate.json"))
-        if not ours:
+        if not (plan.is_file() or any(folder.glob("gate.json")) or any(folder.glob("*/gate.json"))):
             raise LoopedError(f"{folder} is not empty and holds no gate; give another folder")
         if not options.overwrite:
-            how = "continue it with --resume or replace it with" if plan.is_file() else "replace it with"
+            saved = (folder / RESUME_STATE).is_file()
+            how = "continue it with --resume or replace it with" if saved else "replace it with"
             raise LoopedError(f"{folder} already holds a run; {how} --overwrite")
     return folder
 
@@ -153,7 +156,6 @@ def load_teacher(options: Options) -> LoopedLM:
 
 def train_gates(options: Options, folder: Path) -> list[GateReport]:
     """Train, score and save every gate asked for; the folder changes only when all of it is done."""
-    from looped.gates.protocol import stored_layout
     from looped.kv import get_layout
     from looped.train.distill import Deployment, Plan, Teaching
     from looped.train.distill_data import Corpus
@@ -166,38 +168,57 @@ def train_gates(options: Options, folder: Path) -> list[GateReport]:
         raise LoopedError("the pre-loop gate needs the token before, so it cannot run in a ragged prefill")
     layout = layout or get_layout(model.config.default_layout)
     deployment = Deployment(layout, options.prefill == "ragged", *options.context_thresholds)
-    plan = Plan(options.tokens, options.steps, options.batch_tokens, options.lr, options.loss, options.seed)
+    plan = Plan(
+        options.tokens,
+        options.steps,
+        options.batch_tokens,
+        options.lr,
+        options.loss,
+        options.seed,
+        options.optimizer,
+    )
     corpus = Corpus(options.data, model, options.seed, options.max_length)
     held_out = corpus.held_out(options.eval_tokens)
     teaching = Teaching(model, students, deployment, plan)
     _train(options, folder, teaching, corpus)
     target = _target_threshold(options, model)
     reports = [_report(model, student, held_out, deployment, target, plan) for student in students]
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=_parent(folder)) as partial:
-        for student, report in zip(students, reports, strict=True):
-            where = Path(partial) / "new" / (student.kind if len(students) > 1 else "")
-            _save(model, student, report, stored_layout(layout.name), options.prefill, where)
-        if folder.exists():
-            shutil.rmtree(folder)
-        (Path(partial) / "new").rename(folder)
+    try:
+        _replace(folder, lambda new: _save_all(model, students, reports, layout.name, options.prefill, new))
+    except OSError as error:
+        raise LoopedError(f"cannot write {folder}: {error.strerror or error}") from error
     return reports
 
 
-def _parent(folder: Path) -> Path:
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Put a folder in the place of `folder` when `write` has filled it; until then nothing changes there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return folder.parent
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
+        new = Path(partial) / "new"
+        write(new)
+        if folder.exists():
+            folder.rename(Path(partial) / "old")
+        new.rename(folder)
+
+
+def _save_all(
+    model: LoopedLM, students: list[Student], reports: list[GateReport], layout: str, prefill: str, folder: Path
+) -> None:
+    for student, report in zip(students, reports, strict=True):
+        where = folder / student.kind if len(students) > 1 else folder
+        _save(model, student, report, layout, prefill, where)
 
 
 def _train(options: Options, folder: Path, teaching: Any, corpus: Any) -> None:
-    from looped.train.distill_fit import UNFINISHED, Unfinished, distil
+    from looped.train.distill_fit import Unfinished, distil
 
     if teaching.cached and options.resume:
         raise LoopedError("this run keeps its features in memory and is over in minutes; start it without --resume")
     if not teaching.cached and not options.resume:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / UNFINISHED).unlink(missing_ok=True)
+        (folder / RESUME_STATE).unlink(missing_ok=True)
         (folder / RESUME_PLAN).write_text(json.dumps(_plain(options), indent=2) + "\n", encoding="utf-8")
-    distil(teaching, corpus, Unfinished(folder, options.save_minutes * 60, options.resume))
+    distil(teaching, corpus, Unfinished(folder / RESUME_STATE, options.save_minutes * 60, options.resume))
 
 
 def _target_threshold(options: Options, model: LoopedLM) -> float:
@@ -217,9 +238,10 @@ def _report(
 
 def _save(model: LoopedLM, student: Student, report: GateReport, layout: str, prefill: str, where: Path) -> None:
     from looped.gates.checkpoint import GateCard, save_gate
+    from looped.gates.protocol import stored_layout
 
     gate = student.gate(model)
-    metrics = dataclasses.asdict(report)
+    metrics = _rounded(dataclasses.asdict(report))
     for name in ("gate", "threshold", "thresholds"):
         metrics.pop(name)
     card = GateCard(
@@ -230,10 +252,10 @@ def _save(model: LoopedLM, student: Student, report: GateReport, layout: str, pr
         max_loops=model.config.max_loops,
         latency=gate.latency,
         min_depth=gate.min_depth,
-        layout=layout,
+        layout=stored_layout(layout),
         prefill=prefill,
         threshold=report.threshold,
-        thresholds=report.thresholds,
+        thresholds=_rounded(report.thresholds),
         metrics=metrics,
     )
     save_gate(gate, card, where)
@@ -241,10 +263,20 @@ def _save(model: LoopedLM, student: Student, report: GateReport, layout: str, pr
 
 def summary(options: Options, reports: list[GateReport], seconds: float) -> dict[str, Any]:
     """What `--json` prints: the report of the first gate, and all of them by name where there are several."""
-    result = dataclasses.asdict(reports[0])
+    plain = [_rounded(dataclasses.asdict(report)) for report in reports]
+    result: dict[str, Any] = dict(plain[0])
     if len(reports) > 1:
-        result["gates"] = {report.gate: dataclasses.asdict(report) for report in reports}
+        result["gates"] = {report["gate"]: report for report in plain}
     return result | {"teacher": options.teacher, "output": str(options.output), "seconds": round(seconds, 1)}
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six places, which is more than held-out tokens can tell."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def table(reports: list[GateReport], folder: Path) -> str:

@@ -112,7 +112,7 @@ class LookaheadStudent(Student):
         return torch.stack([model.readout(h[where]) for h in steps], 1).float()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs * self.weight).sum(-1) + self.bias
+        return torch.einsum("nrd,rd->nr", inputs, self.weight) + self.bias
 
 
 class PreLoopStudent(Student):
@@ -148,7 +148,8 @@ class PreLoopStudent(Student):
             self.bias.copy_(torch.logit(hazards.float().mean(0), eps=1e-4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return ((inputs - self.mean) / self.scale) @ self.weight.T + self.bias
+        weight = self.weight / self.scale
+        return inputs @ weight.T + (self.bias - weight @ self.mean)
 
     def heads(self) -> tuple[Tensor, Tensor]:
         weight = self.weight.detach() / self.scale
@@ -162,7 +163,7 @@ STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
 
 def new_students(names: tuple[str, ...], model: LoopedLM) -> list[Student]:
     """The students of names, `all` for each kind. Raises LoopedError for other gates and for too few loops."""
-    wanted = list(STUDENTS) if names == ("all",) else list(dict.fromkeys(names))
+    wanted = list(STUDENTS) if "all" in names else list(dict.fromkeys(names))
     for name in wanted:
         if name not in STUDENTS:
             raise unknown("gate to train", name, [*STUDENTS, "all"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ import looped.train.distill as distill
 from looped.config import ModelConfig
 from looped.decode import generate
 from looped.errors import LoopedError
-from looped.gates import get_gate, load_gate
+from looped.gates import get_gate
+from looped.kv import get_layout
 from looped.model import LoopedLM, load, save
 from looped.model.loading import ASSETS
+from looped.options import parse
 from looped.train import distill_fit
 from looped.train.distill import Deployment, Plan, Teaching
-from looped.train.distill_data import Corpus, Document, batches
-from looped.train.gate import Options, run
+from looped.train.distill_data import Corpus, Document, batches, padded
+from looped.train.gate import Options, check, run
 from looped.train.students import new_students
+from looped.train.walk import ExitPolicy, walk
 
-QUICK = ("--tokens", 6000, "--eval-tokens", 3000, "--steps", 150, "--lr", 0.01, "--device", "cpu", "--seed", 1)
+QUICK = ("--tokens", 6000, "--eval-tokens", 3000, "--device", "cpu", "--seed", 1)
 
 
 def make_teacher(folder: Path, max_loops: int = 4, seed: int = 0) -> Path:
@@ -70,8 +74,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both gates, trained once for all tests of this file."""
     out = tmp_path_factory.mktemp("gates") / "out"
-    size = {"tokens": 12000, "eval_tokens": 5000, "steps": 300}
-    assert run(Options(teacher=str(teacher), gate=("all",), output=out, lr=0.01, device="cpu", **size)) == 0
+    size = {"tokens": 12000, "eval_tokens": 5000}
+    assert run(Options(teacher=str(teacher), gate=("all",), output=out, device="cpu", **size)) == 0
     return out
 
 
@@ -109,18 +113,26 @@ def test_the_checkpoint_says_what_it_is(trained: Path, teacher: Path) -> None:
     assert load_file(trained / "pre-loop" / "gate.safetensors")["weight"].shape == (3, 67)
 
 
-def test_the_gate_runs_in_the_decoder_at_the_mean_depth_of_its_card(trained: Path, teacher: Path) -> None:
-    model = load(teacher, device="cpu")
+@pytest.mark.parametrize("kind", ["lookahead", "pre-loop"])
+@pytest.mark.parametrize("layout", ["ragged", "shared"])
+def test_scored_exits_are_those_of_the_decoder(trained: Path, teacher: Path, kind: str, layout: str) -> None:
+    """Teacher-forced with its own tokens, a gate's exits in the evaluation are those it takes when it generates."""
+    model = load(teacher, device="cpu", dtype="float64")
+    gate = get_gate(trained / kind, model)
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    for kind in ("lookahead", "pre-loop"):
-        depths: list[int] = []
-        for seed in range(4):
-            prompt = tokenizer.encode(f"Q: Tom has {seed} pens and buys {seed + 3} more. How many pens?\nA:")
-            sampled = {"temperature": 1.0, "seed": seed, "ignore_eos": True, "max_new_tokens": 24}
-            depths += generate(model, prompt, gate=trained / kind, **sampled).depths[1:]
-        assert len(set(depths)) > 1
-        assert min(depths) >= load_gate(trained / kind).min_depth
+    for seed in range(3):
+        prompt = tokenizer.encode(f"Q: Tom has {seed} pens and buys {seed + 3} more. How many pens?\nA:")
+        sampled = {"temperature": 1.0, "seed": seed, "ignore_eos": True, "max_new_tokens": 20}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the .* gate was trained under layout ragged")
+            done = generate(model, prompt, gate=gate, layout=layout, **sampled)
+        assert len(set(done.depths[1:])) > 1
+        assert min(done.depths[1:]) >= gate.min_depth
+        batch = padded([Document(prompt + done.token_ids, len(prompt))])
+        threshold = torch.tensor([gate.threshold])
+        policy = ExitPolicy(get_layout(layout), False, gate, threshold, torch.tensor([gate.min_depth]))
+        assert walk(model, batch, policy).depths[batch.decode].tolist() == done.depths[1:]
 
 
 def test_another_teacher_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -145,7 +157,7 @@ def test_json_is_the_last_line(cli: Callable[..., Any], teacher: Path, tmp_path:
     assert "already holds a run" in again.refusal
     assert "--overwrite" in again.refusal
     assert card(tmp_path / "gate") == stored
-    assert cli(*words, "--overwrite", "--loss", "paper").code == 0
+    assert cli(*words, "--overwrite", "--loss", "paper", "--steps", 50).code == 0
     assert card(tmp_path / "gate") != stored
 
 
@@ -283,8 +295,6 @@ def test_batches_keep_every_document_within_the_size() -> None:
 def test_one_forward_serves_students_with_different_floors(teacher: Path) -> None:
     """Contexts of both floors appear, and the features of a gate are what it sees when it runs."""
     model = load(teacher, device="cpu")
-    from looped.kv import get_layout
-
     students = new_students(("all",), model)
     teaching = Teaching(model, students, Deployment(get_layout("ragged"), False), Plan(batch_tokens=2000))
     batch = next(batches(Corpus("embedded", model, 0, 256).training(), 2000))
@@ -294,3 +304,10 @@ def test_one_forward_serves_students_with_different_floors(teacher: Path) -> Non
     assert features.hazards.shape == (num, 3)
     depth_before = features.inputs[1][:, -1]
     assert set(depth_before.tolist()) == {1.0, 2.0, 3.0, 4.0}
+
+
+@pytest.mark.parametrize("recipe", ["gate-tiny-ouro", "gate-ouro", "gate-ouro-paper"])
+def test_recipes_are_valid(recipe: str) -> None:
+    options = parse(Options, ["--config", f"recipes/{recipe}.yaml"], "looped train-gate")
+    check(options)
+    assert set(options.gate) <= {"all", "lookahead", "pre-loop"}
