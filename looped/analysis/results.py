@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from looped.analysis.offline import OfflineResult
@@ -14,22 +16,24 @@ NATIVE, FIXED = "native", "fixed depth"
 
 @dataclass(frozen=True)
 class Distilled:
-    """One trained gate: how well it agrees with its teacher on held-out tokens, at the teacher's own threshold.
+    """One trained gate against its teacher on `positions` held-out tokens.
 
-    `teacher_depth` and `depth` are mean exit depths, the teacher's folded at `min_depth`; `matched_threshold` is where
-    the gate's mean depth equals it. `parameters` counts the gate's weights.
+    The teacher at `teacher_threshold` has mean depth `teacher_mean_depth`, its exits below `min_depth` moved up to it;
+    the gate's `threshold` is the one whose `mean_depth` is nearest. `agreement` is the share of tokens with the same
+    exit, `constant_agreement` that of the commonest depth, `kappa` the agreement beyond chance.
     """
 
     gate: str
     parameters: int
     min_depth: int
     threshold: float
+    mean_depth: float
+    teacher_threshold: float
+    teacher_mean_depth: float
     agreement: float
-    teacher_depth: float
-    depth: float
-    matched_threshold: float
-    tokens: int
-    seconds: float
+    constant_agreement: float
+    kappa: float
+    positions: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Scores:
     rows: tuple[ScoreRow, ...]
     layouts: tuple[LayoutRow, ...]
     max_new_tokens: int
+    left_out: int = 0
+    """Settings that were not reached in time."""
 
     def of(self, layout: str, gate: str | None = None) -> list[ScoreRow]:
         """The rows of a layout (and gate), by rising mean depth."""
@@ -141,3 +147,16 @@ class DemoResults:
     settings: dict[str, str]
     commands: tuple[tuple[str, str], ...]
     """(what it does, the command) pairs that repeat the steps."""
+
+
+def to_json(results: DemoResults) -> str:
+    """The results as a JSON object; numbers that JSON lacks become null."""
+    return json.dumps(_finite(dataclasses.asdict(results)), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -79,7 +79,7 @@ def made_up(question: str = "How many?", expected: str = "7") -> DemoResults:
         parameters=7_666_561,
         max_loops=4,
         revision="abc",
-        gates=(Distilled("lookahead", 642, 2, 0.5, 0.91, 2.4, 2.38, 0.49, 12_000, 21.0),),
+        gates=(Distilled("lookahead", 642, 2, 0.49, 2.38, 0.5, 2.4, 0.91, 0.55, 0.88, 12_000),),
         scores=Scores("wordmath", 96, "ragged", 4, tuple(rows), layouts, 128),
         bench=bench,
         answers=(answer,),

@@ -1,0 +1,138 @@
+"""The demo's second step: accuracy of gates, thresholds, fixed depths and KV layouts on the same word problems."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from looped.analysis.results import FIXED, NATIVE, Distilled, LayoutRow, ScoreRow, Scores
+from looped.analysis.steps import MAX_NEW_TOKENS, TASK, Effort, threshold_of
+from looped.eval import EvalResult, Setting, evaluate
+from looped.kv import get_layout
+from looped.model import LoopedLM
+from looped.progress import progress
+
+
+class Cell(NamedTuple):
+    """A setting to score, and the gate's name in the report."""
+
+    gate: str
+    setting: Setting
+
+
+def grid(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) -> list[Cell]:
+    """What is scored, most telling first: every gate under the model's own layout, then the other layouts."""
+    own, threshold, loops = model.config.default_layout, threshold_of(model), model.config.max_loops
+    near = sorted({round(q, 3) for q in (threshold - 0.25, threshold, threshold + 0.25) if 0 < q < 1})
+    depths = sorted({loops, max(1, loops // 2), 1, max(1, loops - 1)})
+    cells = [Cell(FIXED, Setting(own, depth=depth)) for depth in (depths if full else (1, loops))]
+    cells += [Cell(NATIVE, Setting(own, "ouro", q)) for q in (near if full else (threshold,))]
+    for gate in gates:
+        spread = sorted({round(q, 3) for q in (gate.threshold / 2, gate.threshold, (1 + gate.threshold) / 2)})
+        for q in spread if full else (gate.threshold,):
+            cells.append(Cell(gate.gate, Setting(own, folder / gate.gate, q)))
+    if full:
+        cells += [Cell("convergence", Setting(own, "convergence", q)) for q in convergence_thresholds(model)]
+    layouts = ("last-exited", "shared", "first-shared", "depth", "ragged") if full else ("shared",)
+    for layout in (name for name in layouts if name != own):
+        if get_layout(layout).planes is not None:  # else fixed depths are the own layout's: see `_shared_fixed`
+            cells += [Cell(FIXED, Setting(layout, depth=depth)) for depth in sorted({max(1, loops // 2), loops})]
+        cells += [Cell(NATIVE, Setting(layout, "ouro", q)) for q in ((near[0], threshold) if full else (threshold,))]
+        if full:
+            cells += [Cell(gate.gate, Setting(layout, folder / gate.gate)) for gate in gates]
+    return list(dict.fromkeys(cells))
+
+
+@torch.inference_mode()
+def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
+    """Thresholds of the convergence criterion at the quartiles of its values on word problems (steps 2 to R - 1)."""
+    from looped.data.evalsets import eval_problems
+
+    assert model.tokenizer is not None
+    values = []
+    for problem in itertools.islice(eval_problems("trained", "convergence"), num_texts):
+        zs = model.states(torch.tensor([model.tokenizer.encode(problem.document())], device=model.device))
+        for before, after in itertools.pairwise(zs[:-1]):
+            values.append(((after - before).norm(dim=-1) / after.norm(dim=-1)).flatten())
+    quartiles = torch.cat(values).float().quantile(torch.tensor([0.25, 0.5, 0.75], device=model.device))
+    return sorted({float(f"{value:.2g}") for value in quartiles.tolist()})
+
+
+def score(model: LoopedLM, cells: Sequence[Cell], effort: Effort) -> Scores:
+    """Exact match of every cell on the same problems; cells that time does not reach are left out, and counted."""
+    from looped.eval.harness_task import load_task
+
+    task = load_task(TASK, num_fewshot=0, max_gen_toks=MAX_NEW_TOKENS)
+    began = time.monotonic()
+    n = effort.num_problems or _problems_in_time(model, task, len(cells), effort.score_seconds)
+    rows: list[ScoreRow] = []
+    with progress(len(cells), f"scores on {n} problems", every=5) as bar:
+        for cell in cells:
+            rows.append(_score_row(_evaluate(model, task, cell.setting, n), cell.gate))
+            gc.collect()  # an engine's KV pool goes before the next one comes
+            bar.advance(note=f"{rows[-1].layout} {rows[-1].gate} {rows[-1].accuracy:.0%}")
+            if time.monotonic() - began > 1.5 * effort.score_seconds:
+                break
+    config = model.config
+    names = dict.fromkeys(row.layout for row in rows)
+    layouts = tuple(_layout_row(model, name) for name in names)
+    left_out = len(cells) - len(rows)
+    rows += _shared_fixed(rows, config.default_layout)
+    return Scores(TASK, n, config.default_layout, config.max_loops, tuple(rows), layouts, MAX_NEW_TOKENS, left_out)
+
+
+def _evaluate(model: LoopedLM, task: Any, setting: Setting, n: int) -> EvalResult:
+    with warnings.catch_warnings():
+        # The report says that the gates were trained under the model's own layout.
+        warnings.filterwarnings("ignore", message=".* gate was trained under layout")
+        return evaluate(model, task, setting, limit=n)
+
+
+def _problems_in_time(model: LoopedLM, task: Any, num_cells: int, seconds: float) -> int:
+    """How many problems every cell can be scored on, judged by a trial at full depth: a multiple of 8, 24 to 200."""
+    trial = 16
+    start = time.monotonic()
+    _evaluate(model, task, Setting(), trial)
+    a_problem = (time.monotonic() - start) / trial
+    # Full batches are faster than the trial's, and exits save loops; answers of a broken layout run to the limit.
+    return max(24, min(200, int(seconds / (num_cells * a_problem)) // 8 * 8))
+
+
+def _score_row(result: EvalResult, gate: str) -> ScoreRow:
+    stderr = result.flexible.stderr
+    return ScoreRow(
+        layout=result.kv,
+        gate=gate,
+        threshold=result.threshold,
+        max_depth=result.max_depth,
+        accuracy=result.flexible.value,
+        stderr=math.nan if stderr is None else stderr,
+        mean_depth=result.mean_depth,
+        histogram=result.depth_histogram,
+        n=result.n,
+        unfinished=result.num_unfinished,
+        dense=result.dense_compute,
+        tok_s=result.tok_s,
+    )
+
+
+def _shared_fixed(rows: Sequence[ScoreRow], own: str) -> list[ScoreRow]:
+    """Without exits every layout with one plane a loop computes the same thing, so one score stands for all of them."""
+    if get_layout(own).planes is not None:
+        return []
+    others = {row.layout for row in rows if get_layout(row.layout).planes is None} - {own}
+    fixed = [row for row in rows if row.layout == own and row.gate == FIXED]
+    return [ScoreRow(**{**vars(row), "layout": layout}) for layout in sorted(others) for row in fixed]
+
+
+def _layout_row(model: LoopedLM, name: str) -> LayoutRow:
+    planes = get_layout(name).num_planes(model.config.max_loops)
+    return LayoutRow(name, planes, model.config.kv_bytes_per_token(planes, model.dtype.itemsize))

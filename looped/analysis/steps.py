@@ -1,0 +1,94 @@
+"""The demo's first and third step, how much every step does, and what the steps agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from looped.analysis import worklist
+from looped.analysis.offline import OfflineResult, Setup, measure
+from looped.analysis.results import Distilled
+from looped.gates import load_gate, native_gate
+from looped.gates.hazard import TrainedGate
+from looped.model import LoopedLM
+
+TASK = "wordmath"
+MAX_NEW_TOKENS = 96
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much the demo does: teacher tokens and optimiser steps of the gates, seconds and problems of the scores
+    (None: as many as fit the seconds), the bench's work list, questions to the server."""
+
+    gate_tokens: int = 20_000
+    gate_steps: int = 300
+    gate_eval_tokens: int = 4_000
+    score_seconds: float = 120.0
+    num_problems: int | None = None
+    full_grid: bool = True
+    bench_requests: int = 16
+    bench_output: int = 40
+    bench_repeats: int = 3
+    bench_seconds: float = 25.0
+    questions: int = 3
+
+
+QUICK = Effort(
+    gate_tokens=3_000,
+    gate_steps=60,
+    gate_eval_tokens=800,
+    score_seconds=20.0,
+    num_problems=8,
+    full_grid=False,
+    bench_requests=4,
+    bench_output=8,
+    bench_repeats=1,
+    questions=1,
+)
+
+
+def threshold_of(model: LoopedLM) -> float:
+    """The native gate's threshold in the model's config, or a half where that never exits."""
+    return model.config.exit_threshold if model.config.exit_threshold < 1 else HALF
+
+
+def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Distilled, ...]:
+    """Train both gates on the frozen model into `folder`/lookahead and `folder`/pre-loop."""
+    from looped.train import gate
+
+    options = gate.Options(
+        teacher=name,
+        gate=("all",),
+        output=folder,
+        device=str(model.device),
+        tokens=effort.gate_tokens,
+        steps=effort.gate_steps,
+        eval_tokens=effort.gate_eval_tokens,
+    )
+    reports = gate.train_gates(options, folder)
+    trained = [load_gate(folder / report.gate) for report in reports]
+    return tuple(
+        Distilled(
+            gate=report.gate,
+            parameters=made.weight_NF.numel() + made.bias_N.numel() if isinstance(made, TrainedGate) else 0,
+            min_depth=made.min_depth,
+            threshold=report.threshold,
+            mean_depth=report.mean_depth,
+            teacher_threshold=report.teacher_threshold,
+            teacher_mean_depth=report.teacher_mean_depth,
+            agreement=report.agreement,
+            constant_agreement=report.constant_agreement,
+            kappa=report.kappa,
+            positions=report.positions,
+        )
+        for report, made in zip(reports, trained, strict=True)
+    )
+
+
+def bench(model: LoopedLM, effort: Effort) -> OfflineResult:
+    """The three schedulers with the native gate on word problems."""
+    work = worklist.build(model, effort.bench_requests, output_len=effort.bench_output)
+    setup = Setup(model, work, gate=native_gate(model), threshold=threshold_of(model))
+    return measure(setup, repeats=effort.bench_repeats, max_seconds=effort.bench_seconds)
