@@ -8,6 +8,7 @@ runs for each optimiser step and nothing is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +27,9 @@ from looped.train.walk import ExitPolicy, Sequences, walk
 
 _CACHE_BYTES = 1 << 30
 _ADAMW_STEPS = 1000
-_LBFGS_STEPS = 8
+_LBFGS_STEPS = 80
+LBFGS_AT_ONCE = 10
+"""L-BFGS steps between two looks at the loss."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,13 @@ class Teaching:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of the run."""
+        """Optimiser steps of the run; of L-BFGS, runs of `LBFGS_AT_ONCE` of them."""
+        if self.lbfgs:
+            return math.ceil((self.plan.steps or _LBFGS_STEPS) / LBFGS_AT_ONCE)
         if self.plan.steps is not None:
             return self.plan.steps
         if self.cached:
-            return _LBFGS_STEPS if self.lbfgs else _ADAMW_STEPS
+            return _ADAMW_STEPS
         return max(1, round(self.plan.tokens / self.plan.batch_tokens))
 
 

@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from looped.errors import LoopedError
 from looped.gates.losses import distillation_loss
 from looped.progress import progress
-from looped.train.distill import Features, Teaching, collect
+from looped.train.distill import LBFGS_AT_ONCE, Features, Teaching, collect
 from looped.train.distill_data import Corpus
 from looped.train.students import Student
 
 _NOTE_EVERY = 20
-_LBFGS_ITERATIONS = 10
+_CONVERGED = 1e-3
 
 
 class Unfinished(NamedTuple):
@@ -63,7 +63,7 @@ class Distillation(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.lbfgs:
             return torch.optim.LBFGS(
-                self.parameters(), max_iter=_LBFGS_ITERATIONS, history_size=20, line_search_fn="strong_wolfe"
+                self.parameters(), max_iter=LBFGS_AT_ONCE, history_size=20, line_search_fn="strong_wolfe"
             )
         return torch.optim.AdamW(self.parameters(), lr=self.plan.lr, weight_decay=0.0)
 
@@ -138,7 +138,8 @@ def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]
     _quiet()
     device = next(module.parameters()).device
     left = module.steps - module.first_step
-    with progress(left, "heads (steps)") as bar:
+    at_once = LBFGS_AT_ONCE if module.lbfgs else 1
+    with progress(left * at_once, "heads (steps)") as bar:
         trainer = lightning.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=[device.index or 0] if device.type == "cuda" else 1,
@@ -146,7 +147,7 @@ def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]
             max_steps=left,
             max_epochs=-1,
             logger=False,
-            callbacks=[_Bar(bar), *extra],
+            callbacks=[_Bar(bar, at_once), *extra],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -168,14 +169,19 @@ def _quiet() -> None:
 
 
 class _Bar(callbacks.Callback):
-    """Tells our progress bar."""
+    """Tells our progress bar, and ends L-BFGS when the loss has stopped falling."""
 
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
+    def __init__(self, bar: Any, at_once: int) -> None:
+        self.bar, self.at_once = bar, at_once
+        self.loss = math.inf
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
-        told = module.lbfgs or batch_idx % _NOTE_EVERY == 0
-        self.bar.advance(note=f"loss {float(outputs['loss']):.5f}" if told else None)
+        if not module.lbfgs and batch_idx % _NOTE_EVERY:
+            self.bar.advance()
+            return
+        before, self.loss = self.loss, float(outputs["loss"])
+        trainer.should_stop |= module.lbfgs and self.loss > (1 - _CONVERGED) * before
+        self.bar.advance(self.at_once, note=f"loss {self.loss:.5f}")
 
 
 class _Keeper(callbacks.Callback):

@@ -53,7 +53,7 @@ class Options:
     optimizer: Literal["auto", "adamw", "lbfgs"] = option(
         "auto", "lbfgs fits all features at once; auto: where they fit memory and the loss is kl, else adamw"
     )
-    steps: int | None = option(None, "optimiser steps (lbfgs: of 10 iterations); when left out, enough")
+    steps: int | None = option(None, "optimiser steps; when left out, enough")
     batch_tokens: int = option(4096, "tokens in a forward of the teacher, and positions in an optimiser step")
     lr: float = option(3e-3, "peak learning rate of AdamW; falls to zero by a cosine")
     seed: int = option(0, "seed of documents, their order and thresholds")
