@@ -140,6 +140,8 @@ class LLM:
         left = len(outputs)
         bar: Progress[None] | None = progress(left, "generate") if show else None
         while left:
+            if not self.engine.has_work:
+                raise RuntimeError(f"the engine stopped with {left} requests unfinished")
             for output in self.engine.step():
                 if output.key not in outputs:
                     continue

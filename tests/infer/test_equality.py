@@ -172,12 +172,13 @@ def test_every_request_may_have_its_own_threshold_and_depth(mode):
         assert [o.depth for o in outputs[str(number)]] == expected.depths
 
 
-def test_max_depth_of_a_request_caps_its_exits():
-    engine = make_engine("ouro", "refill", "ragged")
-    result = run(engine, prompts()[:3], SamplingParams(0, 8, ignore_eos=True, max_depth=2))[0]
-    assert result.depths == [4] + [2] * 7
-    fixed = make_engine("ouro", "refill", "ragged", "fixed")
-    assert run(fixed, prompts()[:3], SamplingParams(0, 8, ignore_eos=True))[0].token_ids == result.token_ids
+@pytest.mark.parametrize("layout", ["ragged", "depth", "shared"])
+def test_max_depth_of_a_request_caps_its_exits(layout):
+    engine = make_engine("ouro", "refill", layout)
+    results = run(engine, prompts()[:3], SamplingParams(0, 8, ignore_eos=True, max_depth=2))
+    for result, prompt in zip(results, prompts(), strict=False):
+        assert (result.token_ids, result.depths) == reference("ouro", layout, "fixed", prompt, 8)
+        assert result.depths == [4] + [2] * 7
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])

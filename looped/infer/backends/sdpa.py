@@ -21,7 +21,7 @@ from looped.infer.scheduler import Chunk
 from looped.model.attention import Attend
 
 # Bytes of gathered K/V a group may have on a CPU: small enough for its caches, large enough to keep calls few.
-GROUP_BYTES = 3 << 20
+GROUP_BYTES = 2 << 20
 
 
 class _Group(NamedTuple):
