@@ -157,7 +157,7 @@ def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]
             trainer.fit(module, DataLoader(data, batch_size=None, num_workers=0))
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
-    module.eval()
+    module.to(device).eval()  # Lightning leaves it on the CPU
 
 
 def _quiet() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -107,6 +108,9 @@ def check_output(options: Options) -> Path:
         raise LoopedError("--output is missing: give a folder for the gate checkpoint")
     if folder.exists() and not folder.is_dir():
         raise LoopedError(f"{folder} is a file; give a folder for the gate checkpoint")
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(above, os.W_OK):
+        raise LoopedError(f"cannot write in {above}; give another folder for the gate checkpoint")
     plan = folder / RESUME_PLAN
     if options.resume:
         if not plan.is_file() or not (folder / RESUME_STATE).is_file():
@@ -159,13 +163,13 @@ def train_gates(options: Options, folder: Path) -> list[GateReport]:
     from looped.kv import get_layout
     from looped.train.distill import Deployment, Plan, Teaching
     from looped.train.distill_data import Corpus
-    from looped.train.students import new_students
+    from looped.train.students import new_students, student_kinds
 
     layout = None if options.kv is None else get_layout(options.kv)
+    if "pre-loop" in student_kinds(options.gate) and options.prefill == "ragged":
+        raise LoopedError("the pre-loop gate needs the token before, so it cannot run in a ragged prefill")
     model = load_teacher(options)
     students = new_students(options.gate, model)
-    if options.prefill == "ragged" and any(student.kind == "pre-loop" for student in students):
-        raise LoopedError("the pre-loop gate needs the token before, so it cannot run in a ragged prefill")
     layout = layout or get_layout(model.config.default_layout)
     deployment = Deployment(layout, options.prefill == "ragged", *options.context_thresholds)
     plan = Plan(

@@ -161,15 +161,20 @@ STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
 }
 
 
-def new_students(names: tuple[str, ...], model: LoopedLM) -> list[Student]:
-    """The students of names, `all` for each kind. Raises LoopedError for other gates and for too few loops."""
-    wanted = list(STUDENTS) if "all" in names else list(dict.fromkeys(names))
-    for name in wanted:
+def student_kinds(names: tuple[str, ...]) -> list[str]:
+    """The kinds of gates that names ask for, `all` for each. Raises LoopedError for other names and for none."""
+    kinds = list(STUDENTS) if "all" in names else list(dict.fromkeys(names))
+    for name in kinds:
         if name not in STUDENTS:
             raise unknown("gate to train", name, [*STUDENTS, "all"])
-    if not wanted:
+    if not kinds:
         raise LoopedError(f"no gate to train was given; known: {', '.join(STUDENTS)}, all")
-    return [STUDENTS[name](model) for name in wanted]
+    return kinds
+
+
+def new_students(names: tuple[str, ...], model: LoopedLM) -> list[Student]:
+    """The students of names. Raises LoopedError for unknown gates and for a model with too few loops."""
+    return [STUDENTS[kind](model) for kind in student_kinds(names)]
 
 
 def teacher_hazards(model: LoopedLM, seen: Walk, where: Tensor) -> Tensor:
