@@ -30,30 +30,39 @@ class Cell(NamedTuple):
 
 def grid(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) -> list[Cell]:
     """What is scored, most telling first: every gate under the model's own layout, then the other layouts."""
-    own, threshold, loops = model.config.default_layout, threshold_of(model), model.config.max_loops
-    near = sorted({round(q, 3) for q in (threshold - 0.25, threshold, threshold + 0.25) if 0 < q < 1})
-    depths = sorted({loops, max(1, loops // 2), 1, max(1, loops - 1)})
-    cells = [Cell(FIXED, Setting(own, depth=depth)) for depth in (depths if full else (1, loops))]
-    cells += [Cell(NATIVE, Setting(own, "ouro", q)) for q in (near if full else (threshold,))]
+    own, threshold = model.config.default_layout, threshold_of(model)
+    cells = [Cell(FIXED, Setting(own, depth=depth)) for depth in _depths(model.config.max_loops, full)]
+    cells += [Cell(NATIVE, Setting(own, "ouro", q)) for q in (_around(threshold) if full else (threshold,))]
     for gate in gates:
-        spread = sorted({round(q, 3) for q in (gate.threshold / 2, gate.threshold, (1 + gate.threshold) / 2)})
-        for q in spread if full else (gate.threshold,):
-            cells.append(Cell(gate.gate, Setting(own, folder / gate.gate, q)))
+        around = _around(gate.threshold) if full else (gate.threshold,)
+        cells += [Cell(gate.gate, Setting(own, folder / gate.gate, q)) for q in around]
     if full:
         cells += [Cell("convergence", Setting(own, "convergence", q)) for q in convergence_thresholds(model)]
-    layouts = ("last-exited", "shared", "first-shared", "depth", "ragged") if full else ("shared",)
+    layouts = ("shared", "first-shared", "last-exited", "depth", "ragged") if full else ("shared",)
     for layout in (name for name in layouts if name != own):
         if get_layout(layout).planes is not None:  # else fixed depths are the own layout's: see `_shared_fixed`
-            cells += [Cell(FIXED, Setting(layout, depth=depth)) for depth in sorted({max(1, loops // 2), loops})]
-        cells += [Cell(NATIVE, Setting(layout, "ouro", q)) for q in ((near[0], threshold) if full else (threshold,))]
-        if full:
-            cells += [Cell(gate.gate, Setting(layout, folder / gate.gate)) for gate in gates]
-    return list(dict.fromkeys(cells))
+            cells.append(Cell(FIXED, Setting(layout, depth=model.config.max_loops)))
+        cells.append(Cell(NATIVE, Setting(layout, "ouro", threshold)))
+        if full and layout != "last-exited":
+            cells += [
+                Cell(gate.gate, Setting(layout, folder / gate.gate)) for gate in gates if gate.gate == "lookahead"
+            ]
+    return cells
+
+
+def _depths(loops: int, full: bool) -> list[int]:
+    """Fixed depths: four of them spread over 1..R, or the two ends."""
+    return sorted({round(1 + part * (loops - 1)) for part in ((0, 1 / 3, 2 / 3, 1) if full else (0, 1))})
+
+
+def _around(threshold: float) -> list[float]:
+    """A threshold, half of it, and the middle between it and 1."""
+    return [round(q, 3) for q in (threshold / 2, threshold, (1 + threshold) / 2)]
 
 
 @torch.inference_mode()
 def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
-    """Thresholds of the convergence criterion at the quartiles of its values on word problems (steps 2 to R - 1)."""
+    """Thresholds of the convergence criterion: the lower quartile and the median of its values on word problems."""
     from looped.data.evalsets import eval_problems
 
     assert model.tokenizer is not None
@@ -62,7 +71,7 @@ def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
         zs = model.states(torch.tensor([model.tokenizer.encode(problem.document())], device=model.device))
         for before, after in itertools.pairwise(zs[:-1]):
             values.append(((after - before).norm(dim=-1) / after.norm(dim=-1)).flatten())
-    quartiles = torch.cat(values).float().quantile(torch.tensor([0.25, 0.5, 0.75], device=model.device))
+    quartiles = torch.cat(values).float().quantile(torch.tensor([0.25, 0.5], device=model.device))
     return sorted({float(f"{value:.2g}") for value in quartiles.tolist()})
 
 
@@ -79,7 +88,7 @@ def score(model: LoopedLM, cells: Sequence[Cell], effort: Effort) -> Scores:
             rows.append(_score_row(_evaluate(model, task, cell.setting, n), cell.gate))
             gc.collect()  # an engine's KV pool goes before the next one comes
             bar.advance(note=f"{rows[-1].layout} {rows[-1].gate} {rows[-1].accuracy:.0%}")
-            if time.monotonic() - began > 1.5 * effort.score_seconds:
+            if time.monotonic() - began > 1.3 * effort.score_seconds:
                 break
     config = model.config
     names = dict.fromkeys(row.layout for row in rows)
@@ -98,12 +107,12 @@ def _evaluate(model: LoopedLM, task: Any, setting: Setting, n: int) -> EvalResul
 
 def _problems_in_time(model: LoopedLM, task: Any, num_cells: int, seconds: float) -> int:
     """How many problems every cell can be scored on, judged by a trial at full depth: a multiple of 8, 24 to 200."""
-    trial = 16
+    trial = 32
     start = time.monotonic()
     _evaluate(model, task, Setting(), trial)
     a_problem = (time.monotonic() - start) / trial
-    # Full batches are faster than the trial's, and exits save loops; answers of a broken layout run to the limit.
-    return max(24, min(200, int(seconds / (num_cells * a_problem)) // 8 * 8))
+    # Larger batches and exits make the others faster; answers under a layout that breaks the model run to the limit.
+    return max(24, min(200, int(seconds / (0.8 * num_cells * a_problem)) // 8 * 8))
 
 
 def _score_row(result: EvalResult, gate: str) -> ScoreRow:

@@ -19,19 +19,19 @@ HALF = 0.5
 
 @dataclass(frozen=True)
 class Effort:
-    """How much the demo does: teacher tokens and optimiser steps of the gates, seconds and problems of the scores
-    (None: as many as fit the seconds), the bench's work list, questions to the server."""
+    """How much the demo does: teacher tokens and optimiser steps of the gates (None: train-gate's own), seconds and
+    problems of the scores (None: as many as fit the seconds), the bench's work list, questions to the server."""
 
     gate_tokens: int = 20_000
-    gate_steps: int = 300
+    gate_steps: int | None = None
     gate_eval_tokens: int = 4_000
-    score_seconds: float = 120.0
+    score_seconds: float = 150.0
     num_problems: int | None = None
     full_grid: bool = True
     bench_requests: int = 16
-    bench_output: int = 40
+    bench_output: int = 32
     bench_repeats: int = 3
-    bench_seconds: float = 25.0
+    bench_seconds: float = 28.0
     questions: int = 3
 
 

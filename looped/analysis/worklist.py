@@ -17,7 +17,7 @@ from looped.files import find
 from looped.model import LoopedLM
 
 DEFAULT_INPUT_LEN = 32
-DEFAULT_OUTPUT_LEN = 40
+DEFAULT_OUTPUT_LEN = 32
 
 
 @dataclass(frozen=True)
