@@ -62,11 +62,19 @@ def measure(options: Options, folder: Path) -> DemoResults:
     seconds: dict[str, float] = {}
     gates = _step("gates", 1, lambda: steps.distil(model, options.model, folder / "gates", effort), seconds)
 
-    def score() -> Scores:
-        cells = scoring.grid(model, gates, folder / "gates", effort.full_grid)
-        return scoring.score(model, cells, effort)
+    def score(task: str, cells: Callable[..., list[scoring.Cell]], limit: float) -> Scores:
+        found = cells(model, gates, folder / "gates", effort.full_grid)
+        return scoring.score(model, found, task, effort.num_problems, limit)
 
-    scores = _step("scores", 2, score, seconds)
+    scores, drills = _step(
+        "scores",
+        2,
+        lambda: (
+            score(steps.TASK, scoring.grid, effort.score_seconds),
+            score(steps.DRILLS, scoring.own_layout, effort.drill_seconds),
+        ),
+        seconds,
+    )
     bench = _step("bench", 3, lambda: steps.bench(model, effort), seconds)
     answers = _step("server", 4, lambda: asking.ask(model, options.model, effort.questions), seconds)
     return DemoResults(
@@ -76,11 +84,12 @@ def measure(options: Options, folder: Path) -> DemoResults:
         revision=model.revision,
         gates=gates,
         scores=scores,
+        drills=drills,
         bench=bench,
         answers=answers,
         seconds=seconds,
         settings=machine(model),
-        commands=commands(options, steps.threshold_of(model), scores.n),
+        commands=commands(options, steps.threshold_of(model), scores.n, effort.bench_requests),
     )
 
 
@@ -150,7 +159,7 @@ def machine(model: LoopedLM) -> dict[str, str]:
     }
 
 
-def commands(options: Options, threshold: float, n: int) -> tuple[tuple[str, str], ...]:
+def commands(options: Options, threshold: float, n: int, requests: int) -> tuple[tuple[str, str], ...]:
     """The steps by themselves."""
     model, gates = options.model, options.output / "gates"
     return (
@@ -160,7 +169,10 @@ def commands(options: Options, threshold: float, n: int) -> tuple[tuple[str, str
             f"looped eval wordmath --model {model} --kv ragged,shared,first-shared --gate ouro,{gates / 'lookahead'} "
             f"--threshold {threshold:g} --num-fewshot 0 --limit {n}",
         ),
-        ("Measure the schedulers", f"looped bench offline --model {model} --threshold {threshold:g}"),
+        (
+            "Measure the schedulers",
+            f"looped bench offline --model {model} --threshold {threshold:g} --num-requests {requests}",
+        ),
         ("Serve", f"looped serve --model {model} --threshold {threshold:g}"),
         (
             "See depth in the terminal",

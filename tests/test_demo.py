@@ -33,13 +33,14 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "load", lambda name: micro_ouro())
     monkeypatch.setattr(steps, "distil", lambda model, name, folder, effort: results.gates)
     monkeypatch.setattr(scoring, "grid", lambda *args: [])
+    monkeypatch.setattr(scoring, "own_layout", lambda *args: [])
     monkeypatch.setattr(scoring, "score", lambda *args: results.scores)
     monkeypatch.setattr(steps, "bench", lambda *args: results.bench)
     monkeypatch.setattr(asking, "ask", lambda *args: results.answers)
 
 
 def test_end_to_end(cli: Callable[..., Ran], speaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = steps.Effort(600, 4, 200, 60.0, 2, False, 3, 4, 1, 25.0, 1)
+    small = steps.Effort(600, 4, 200, 60.0, 60.0, 2, False, 3, 4, 1, 25.0, 1)
     monkeypatch.setattr(steps, "QUICK", small)
     ran = cli("demo", "--model", speaking, "--output", tmp_path / "out", "--quick")
     assert ran.code == 0, ran.err
@@ -55,7 +56,7 @@ def test_end_to_end(cli: Callable[..., Ran], speaking: Path, tmp_path: Path, mon
     assert (tmp_path / "out" / "gates" / "pre-loop" / "gate.json").is_file()
     assert {row["layout"] for row in found["scores"]["rows"]} == {"ragged", "shared"}
     assert {row["gate"] for row in found["scores"]["rows"]} == {"fixed depth", "native", "lookahead", "pre-loop"}
-    assert all(row["n"] == 2 for row in found["scores"]["rows"])
+    assert all(row["n"] == 2 for row in found["scores"]["rows"] + found["drills"]["rows"])
     assert list(found["bench"]["modes"]) == ["cb", "no-refill", "refill"]
     pieces = found["answers"][0]["pieces"]
     assert pieces[0]["depth"] == 4

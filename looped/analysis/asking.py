@@ -23,10 +23,11 @@ STOPS = ("\n\n", "Q:")
 
 
 def ask(model: LoopedLM, name: str, count: int) -> tuple[Answered, ...]:
-    """Serve the model on a free port, ask `count` word problems over HTTP, and stop the server."""
+    """Serve the model on a free port, ask `count` word problems and as many drills over HTTP, and stop the server."""
     threshold = threshold_of(model)
-    problems = itertools.islice(eval_problems("trained", "demo"), count)
-    with _served(model, name, threshold) as url, progress(count, f"chat requests to {url}") as bar:
+    kinds = ("trained", "drills")
+    problems = [problem for kind in kinds for problem in itertools.islice(eval_problems(kind, "demo"), count)]
+    with _served(model, name, threshold) as url, progress(len(problems), f"chat requests to {url}") as bar:
         answers = []
         for problem in problems:
             answers.append(_ask(model, url, problem.question, str(problem.answer), f"native gate at {threshold:g}"))

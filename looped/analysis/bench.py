@@ -32,7 +32,9 @@ class OfflineOptions:
     num_requests: int = option(16, "requests in the work list")
     prompts: Path | None = option(None, "file of prompts (eval/workloads/README.md); word problems when left out")
     input_len: int | None = option(None, "random token ids of this length as prompts")
-    output_len: int | None = option(None, "new tokens of every request; the file's, or 32, when left out")
+    output_len: int | None = option(
+        None, "new tokens of every request; the file's, or those of the solution, when left out"
+    )
     ignore_eos: bool = option(True, "generate the full length, so that every scheduler does the same work")
     replay_depths: str = option("none", "exit depths to replay in place of the gate: uniform, or 2:0.5,3:0.3,4:0.2")
     modes: tuple[Literal["cb", "no-refill", "refill"], ...] = option(("cb", "no-refill", "refill"), "schedulers")

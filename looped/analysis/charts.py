@@ -75,10 +75,7 @@ def _series(svg: Svg, rows: Sequence[ScoreRow], look: Look, x: Scale, y: Scale) 
 def describe(row: ScoreRow) -> str:
     """A score in words."""
     policy = f"depth {row.max_depth}" if row.threshold is None else f"{row.gate}, threshold {row.threshold:g}"
-    return (
-        f"{row.layout}, {policy}: {100 * row.accuracy:.1f} ± {100 * row.stderr:.1f} % at mean depth "
-        f"{row.mean_depth:.2f} (n = {row.n})"
-    )
+    return f"{row.layout}, {policy}: {row.share} right at mean depth {row.mean_depth:.2f} (n = {row.n})"
 
 
 def throughput(bench: OfflineResult) -> str:

@@ -7,13 +7,20 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from looped.analysis import charts
-from looped.analysis.results import FIXED, NATIVE, Answered, DemoResults, Distilled, ScoreRow
+from looped.analysis.results import FIXED, Answered, DemoResults, Distilled, ScoreRow, Scores
 from looped.analysis.style import STYLE
 
 
 def render(results: DemoResults) -> str:
     """The whole page."""
-    sections = (_accuracy(results), _throughput(results), _exits(results), _texts(results), _gates(results))
+    sections = (
+        _accuracy(results.scores),
+        _drills(results.drills),
+        _throughput(results),
+        _exits(results),
+        _texts(results),
+        _gates(results),
+    )
     body = "\n".join((_head(results), *sections, _settings(results)))
     title = f"looped: {results.model}"
     return (
@@ -24,28 +31,19 @@ def render(results: DemoResults) -> str:
     )
 
 
-def percent(value: float, stderr: float | None = None) -> str:
-    """`82.1 ± 2.4 %`."""
-    return f"{100 * value:.1f}" + ("" if stderr is None else f" ± {100 * stderr:.1f}") + " %"
-
-
 def _head(results: DemoResults) -> str:
-    bench, scores = results.bench, results.scores
+    bench, scores, drills = results.bench, results.scores, results.drills
     tiles: list[tuple[str, str]] = []
     refill = bench.modes.get("refill")
     if refill and refill.speedup and bench.s_e2e:
-        tiles.append(
-            (f"{refill.speedup:.2f} ×", f"tokens a second with refill, against full depth (bound {bench.s_e2e:.2f} ×)")
-        )
-    full, own = scores.full_depth, own_point(results)
-    if own:
-        against = f", against {percent(full.accuracy, full.stderr)} with all {scores.max_loops} loops" if full else ""
-        tiles.append(
-            (f"{own.mean_depth:.2f} loops", f"a token with the model's own gate at threshold {own.threshold:g}")
-        )
-        tiles.append(
-            (percent(own.accuracy), f"± {100 * own.stderr:.1f} of {own.n} problems right at that depth{against}")
-        )
+        bound = f"bound {bench.s_e2e:.2f} ×, {bench.realised or 0:.0%} of it realised"
+        tiles.append((f"{refill.speedup:.2f} ×", f"tokens a second with refill, against full depth ({bound})"))
+    for found in (scores, drills):
+        own, full = found.native(own_threshold(results)), found.full_depth
+        if own:
+            against = f"; {full.share} with all {found.max_loops} loops" if full else ""
+            text = f"of {found.task} right at {own.mean_depth:.2f} loops a token, native gate at {own.threshold:g}"
+            tiles.append((own.share, f"{text}{against} (n = {own.n})"))
     boxes = "".join(f'<div class="tile"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in tiles)
     text = (
         f"A looped language model of {results.parameters / 1e6:.1f} million parameters that runs its core up to "
@@ -58,27 +56,24 @@ def _head(results: DemoResults) -> str:
     )
 
 
-def own_point(results: DemoResults) -> ScoreRow | None:
-    """The native gate under the default layout, at the threshold of the bench or the nearest one scored."""
-    rows = results.scores.of(results.scores.default_layout, NATIVE)
-    wanted = results.bench.settings.get("threshold")
-    target = wanted if isinstance(wanted, float | int) else 0.5
-    return min(rows, key=lambda row: abs((row.threshold or 0.0) - target), default=None)
+def own_threshold(results: DemoResults) -> float:
+    """The native gate's threshold in the bench."""
+    threshold = results.bench.settings.get("threshold")
+    return float(threshold) if isinstance(threshold, float | int) else 0.5
 
 
-def _accuracy(results: DemoResults) -> str:
-    scores = results.scores
-    panels = []
-    for layout in scores.layout_names:
-        cost = next((row for row in scores.layouts if row.layout == layout), None)
-        told = f": {_planes(cost.planes)}, {cost.bytes_per_token / 1024:.1f} KiB a token" if cost else ""
-        told += "; the model’s own" if layout == scores.default_layout else ""
-        dense = any(row.dense and row.gate != FIXED for row in scores.of(layout))
-        told += ". All loops run; a gate only picks the output" if dense else ""
-        panels.append(
-            f"<figure><figcaption><b>{escape(layout)}</b>{escape(told)}</figcaption>"
-            f"{charts.accuracy_panel(scores, layout)}</figure>"
-        )
+def _drills(scores: Scores) -> str:
+    return _section(
+        "Where depth must do the work",
+        f"Exact match on {scores.n} problems of <code>{escape(scores.task)}</code>: arithmetic answered at once, "
+        "without written steps, so that only loops can compute. Everything else as above.",
+        charts.legend(scores.gate_names)
+        + f'<div class="panels">{_panels(scores)}</div>'
+        + _details("All scores as a table", _score_table(scores.rows)),
+    )
+
+
+def _accuracy(scores: Scores) -> str:
     left_out = f" {scores.left_out} settings were left out for time." if scores.left_out else ""
     unfinished = max((row.unfinished for row in scores.rows), default=0)
     late = f" Up to {unfinished} answers of a setting ran into the limit." if unfinished else ""
@@ -90,9 +85,24 @@ def _accuracy(results: DemoResults) -> str:
         "measurement, for all layouts with a plane for each loop). The distilled gates were trained under the model’s "
         "own layout." + escape(late + left_out),
         charts.legend(scores.gate_names)
-        + f'<div class="panels">{"".join(panels)}</div>'
+        + f'<div class="panels">{_panels(scores)}</div>'
         + _details("All scores as a table", _score_table(scores.rows)),
     )
+
+
+def _panels(scores: Scores) -> str:
+    panels = []
+    for layout in scores.layout_names:
+        cost = next((row for row in scores.layouts if row.layout == layout), None)
+        told = f": {_planes(cost.planes)}, {cost.bytes_per_token / 1024:.1f} KiB a token" if cost else ""
+        told += "; the model’s own" if layout == scores.default_layout else ""
+        dense = any(row.dense and row.gate != FIXED for row in scores.of(layout))
+        told += ". All loops run; a gate only picks the output" if dense else ""
+        panels.append(
+            f"<figure><figcaption><b>{escape(layout)}</b>{escape(told)}</figcaption>"
+            f"{charts.accuracy_panel(scores, layout)}</figure>"
+        )
+    return "".join(panels)
 
 
 def _planes(count: int) -> str:
@@ -107,7 +117,7 @@ def _score_table(rows: Sequence[ScoreRow]) -> str:
                 row.layout,
                 f"depth {row.max_depth}" if row.gate == FIXED else row.gate,
                 "" if row.threshold is None else f"{row.threshold:g}",
-                percent(row.accuracy, row.stderr),
+                row.share,
                 number(row.mean_depth),
                 str(row.n),
                 str(row.unfinished),
@@ -165,10 +175,13 @@ def _exits(results: DemoResults) -> str:
     for gate in scores.gate_names:
         if gate != FIXED:
             rows += [(f"{gate}, {row.threshold:g}", row.histogram) for row in scores.of(scores.default_layout, gate)]
+    drilled = results.drills.native(own_threshold(results))
+    if drilled:
+        rows.append((f"drills: native, {drilled.threshold:g}", drilled.histogram))
     return _section(
         "Where tokens leave",
         f"The share of decode tokens that left after each number of loops under layout "
-        f"{escape(scores.default_layout)}, by gate and threshold: of the bench, then of the answers scored above.",
+        f"{escape(scores.default_layout)}, by gate and threshold: in the bench, the word problems and the drills.",
         charts.depth_legend(results.max_loops) + f'<div class="wide">{charts.exits(rows, results.max_loops)}</div>',
     )
 
@@ -225,8 +238,8 @@ def _gate_row(gate: Distilled) -> tuple[str, ...]:
         f"{gate.threshold:.3f}",
         number(gate.mean_depth),
         f"{gate.teacher_mean_depth:.2f} at {gate.teacher_threshold:g}",
-        percent(gate.agreement),
-        percent(gate.constant_agreement),
+        f"{gate.agreement:.1%}",
+        f"{gate.constant_agreement:.1%}",
         number(gate.kappa),
         f"{gate.positions:,}",
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from looped.analysis.results import FIXED, NATIVE, Distilled, LayoutRow, ScoreRow, Scores
-from looped.analysis.steps import MAX_NEW_TOKENS, TASK, Effort, threshold_of
+from looped.analysis.steps import MAX_NEW_TOKENS, threshold_of
 from looped.eval import EvalResult, Setting, evaluate
 from looped.kv import get_layout
 from looped.model import LoopedLM
@@ -30,6 +30,11 @@ class Cell(NamedTuple):
 
 def grid(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) -> list[Cell]:
     """What is scored, most telling first: every gate under the model's own layout, then the other layouts."""
+    return own_layout(model, gates, folder, full) + other_layouts(model, gates, folder, full)
+
+
+def own_layout(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) -> list[Cell]:
+    """Fixed depths and every gate at several thresholds, under the model's own layout."""
     own, threshold = model.config.default_layout, threshold_of(model)
     cells = [Cell(FIXED, Setting(own, depth=depth)) for depth in _depths(model.config.max_loops, full)]
     cells += [Cell(NATIVE, Setting(own, "ouro", q)) for q in (_around(threshold) if full else (threshold,))]
@@ -38,6 +43,12 @@ def grid(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) 
         cells += [Cell(gate.gate, Setting(own, folder / gate.gate, q)) for q in around]
     if full:
         cells += [Cell("convergence", Setting(own, "convergence", q)) for q in convergence_thresholds(model)]
+    return cells
+
+
+def other_layouts(model: LoopedLM, gates: Sequence[Distilled], folder: Path, full: bool) -> list[Cell]:
+    """Full depth, the native gate and the lookahead gate at their own thresholds, under the other layouts."""
+    own, threshold, cells = model.config.default_layout, threshold_of(model), []
     layouts = ("shared", "first-shared", "last-exited", "depth", "ragged") if full else ("shared",)
     for layout in (name for name in layouts if name != own):
         if get_layout(layout).planes is not None:  # else fixed depths are the own layout's: see `_shared_fixed`
@@ -56,8 +67,8 @@ def _depths(loops: int, full: bool) -> list[int]:
 
 
 def _around(threshold: float) -> list[float]:
-    """A threshold, half of it, and the middle between it and 1."""
-    return [round(q, 3) for q in (threshold / 2, threshold, (1 + threshold) / 2)]
+    """A threshold, a fifth of it, and one that leaves a tenth of its distance to 1."""
+    return [round(q, 3) for q in (threshold / 5, threshold, 1 - (1 - threshold) / 10)]
 
 
 @torch.inference_mode()
@@ -75,27 +86,30 @@ def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
     return sorted({float(f"{value:.2g}") for value in quartiles.tolist()})
 
 
-def score(model: LoopedLM, cells: Sequence[Cell], effort: Effort) -> Scores:
-    """Exact match of every cell on the same problems; cells that time does not reach are left out, and counted."""
+def score(model: LoopedLM, cells: Sequence[Cell], name: str, num_problems: int | None, seconds: float) -> Scores:
+    """Exact match of every cell on the same problems of a task.
+
+    `num_problems` None takes as many as fit `seconds`. Cells that time does not reach are left out, and counted.
+    """
     from looped.eval.harness_task import load_task
 
-    task = load_task(TASK, num_fewshot=0, max_gen_toks=MAX_NEW_TOKENS)
+    task = load_task(name, num_fewshot=0, max_gen_toks=MAX_NEW_TOKENS)
     began = time.monotonic()
-    n = effort.num_problems or _problems_in_time(model, task, len(cells), effort.score_seconds)
+    n = num_problems or _problems_in_time(model, task, len(cells), seconds)
     rows: list[ScoreRow] = []
-    with progress(len(cells), f"scores on {n} problems", every=5) as bar:
+    with progress(len(cells), f"{name}, {n} problems", every=5) as bar:
         for cell in cells:
             rows.append(_score_row(_evaluate(model, task, cell.setting, n), cell.gate))
             gc.collect()  # an engine's KV pool goes before the next one comes
             bar.advance(note=f"{rows[-1].layout} {rows[-1].gate} {rows[-1].accuracy:.0%}")
-            if time.monotonic() - began > 1.3 * effort.score_seconds:
+            if time.monotonic() - began > 1.3 * seconds:
                 break
     config = model.config
     names = dict.fromkeys(row.layout for row in rows)
     layouts = tuple(_layout_row(model, name) for name in names)
     left_out = len(cells) - len(rows)
     rows += _shared_fixed(rows, config.default_layout)
-    return Scores(TASK, n, config.default_layout, config.max_loops, tuple(rows), layouts, MAX_NEW_TOKENS, left_out)
+    return Scores(name, n, config.default_layout, config.max_loops, tuple(rows), layouts, MAX_NEW_TOKENS, left_out)
 
 
 def _evaluate(model: LoopedLM, task: Any, setting: Setting, n: int) -> EvalResult:

@@ -12,7 +12,7 @@ from looped.gates import load_gate, native_gate
 from looped.gates.hazard import TrainedGate
 from looped.model import LoopedLM
 
-TASK = "wordmath"
+TASK, DRILLS = "wordmath", "wordmath-drills"
 MAX_NEW_TOKENS = 96
 HALF = 0.5
 
@@ -20,19 +20,21 @@ HALF = 0.5
 @dataclass(frozen=True)
 class Effort:
     """How much the demo does: teacher tokens and optimiser steps of the gates (None: train-gate's own), seconds and
-    problems of the scores (None: as many as fit the seconds), the bench's work list, questions to the server."""
+    problems of the scores (None: as many as fit the seconds), the bench's work list, questions of each kind to the
+    server."""
 
     gate_tokens: int = 20_000
     gate_steps: int | None = None
     gate_eval_tokens: int = 4_000
-    score_seconds: float = 150.0
+    score_seconds: float = 100.0
+    drill_seconds: float = 40.0
     num_problems: int | None = None
     full_grid: bool = True
-    bench_requests: int = 16
-    bench_output: int = 32
+    bench_requests: int = 24
+    bench_output: int | None = None
     bench_repeats: int = 3
-    bench_seconds: float = 28.0
-    questions: int = 3
+    bench_seconds: float = 40.0
+    questions: int = 2
 
 
 QUICK = Effort(
@@ -40,6 +42,7 @@ QUICK = Effort(
     gate_steps=60,
     gate_eval_tokens=800,
     score_seconds=20.0,
+    drill_seconds=10.0,
     num_problems=8,
     full_grid=False,
     bench_requests=4,

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from looped.analysis.report import own_point, percent
-from looped.analysis.results import NATIVE, DemoResults
+from looped.analysis.report import own_threshold
+from looped.analysis.results import NATIVE, DemoResults, Scores
 
 
 def summary(results: DemoResults) -> str:
     """Two columns: what was measured, and what came out, with n and standard errors."""
-    rows = [("measured", "result"), *_scores(results), *_gates(results), *_bench(results), *_answers(results)]
+    found = (*_scores(results.scores, results), *_scores(results.drills, results), *_layouts(results))
+    rows = [("measured", "result"), *found, *_gates(results), *_bench(results), *_answers(results)]
     width = max(len(left) for left, _ in rows)
     lines = [f"| {left:<{width}} | {right} |" for left, right in rows]
     return "\n".join([lines[0], f"|{'-' * (width + 2)}|---|", *lines[1:]])
 
 
-def _scores(results: DemoResults) -> list[tuple[str, str]]:
-    scores, own, rows = results.scores, own_point(results), []
-    full = scores.full_depth
-    if full:
-        value = f"{percent(full.accuracy, full.stderr)} right, n = {full.n}"
-        rows.append((f"{scores.task}, 0-shot, all {scores.max_loops} loops", value))
-    if own is None:
-        return rows
-    for layout in scores.layout_names:
-        same = [row for row in scores.of(layout, NATIVE) if row.threshold == own.threshold]
-        size = next((row.bytes_per_token for row in scores.layouts if row.layout == layout), 0)
-        for row in same:
-            name = f"native gate at {row.threshold:g}, {layout} KV"
-            value = f"{percent(row.accuracy, row.stderr)} at mean depth {row.mean_depth:.2f}"
-            rows.append((name, f"{value}, up to {size / 1024:.1f} KiB a token"))
+def _scores(scores: Scores, results: DemoResults) -> list[tuple[str, str]]:
+    """Fixed depths, then the native gate, under the model's own layout."""
+    rows = []
+    if scores.fixed:
+        depths = " / ".join(str(row.max_depth) for row in scores.fixed)
+        shares = " / ".join(row.share for row in scores.fixed)
+        rows.append((f"{scores.task}, 0-shot, fixed depth {depths}", f"{shares} right (n = {scores.n})"))
+    own = scores.native(own_threshold(results))
+    if own:
+        name = f"{scores.task}, 0-shot, native gate at {own.threshold:g}"
+        rows.append((name, f"{own.share} right at mean depth {own.mean_depth:.2f} (n = {own.n})"))
     return rows
+
+
+def _layouts(results: DemoResults) -> list[tuple[str, str]]:
+    """The native gate under every layout, with what a token of full depth costs."""
+    scores, own = results.scores, results.scores.native(own_threshold(results))
+    names, values = [], []
+    for cost in scores.layouts:
+        row = next((row for row in scores.of(cost.layout, NATIVE) if own and row.threshold == own.threshold), None)
+        if row:
+            names.append(cost.layout)
+            values.append(f"{row.share}, {cost.bytes_per_token / 1024:.0f} KiB")
+    return [(f"the same under {' / '.join(names)}; KV of a full-depth token", " / ".join(values))] if names else []
 
 
 def _gates(results: DemoResults) -> list[tuple[str, str]]:
@@ -37,10 +46,12 @@ def _gates(results: DemoResults) -> list[tuple[str, str]]:
     for gate in results.gates:
         scored = results.scores.of(results.scores.default_layout, gate.gate)
         point = min(scored, key=lambda row: abs((row.threshold or 0) - gate.threshold), default=None)
-        value = f"exits as its teacher on {percent(gate.agreement)} of tokens"
+        value = (
+            f"exits with its teacher on {gate.agreement:.1%} of tokens (best constant {gate.constant_agreement:.1%})"
+        )
         if point:
-            value += f"; {percent(point.accuracy, point.stderr)} right at mean depth {point.mean_depth:.2f}"
-        rows.append((f"{gate.gate} gate, distilled here", value))
+            value += f"; {results.scores.task}: {point.share} at mean depth {point.mean_depth:.2f}"
+        rows.append((f"{gate.gate} gate, distilled in this run", value))
     return rows
 
 
@@ -50,7 +61,7 @@ def _bench(results: DemoResults) -> list[tuple[str, str]]:
     rows = [(f"tokens/s, {' / '.join(bench.modes)}", f"{speeds} ({bench.settings['threads']} threads)")]
     refill = bench.modes.get("refill")
     if refill and refill.speedup and bench.s_e2e:
-        value = f"{refill.speedup:.2f} ×, bound {bench.s_e2e:.2f} ×, {bench.realised or 0:.0%} of it realised"
+        value = f"{refill.speedup:.2f} ×; bound S_e2e {bench.s_e2e:.2f} ×, {bench.realised or 0:.0%} of it realised"
         rows.append((f"refill against cb at mean depth {bench.mean_depth:.2f}", value))
     return rows
 
@@ -58,5 +69,6 @@ def _bench(results: DemoResults) -> list[tuple[str, str]]:
 def _answers(results: DemoResults) -> list[tuple[str, str]]:
     if not results.answers:
         return []
-    answer = results.answers[0]
-    return [("chat request to the server", f"{len(answer.pieces)} tokens, mean depth {answer.mean_depth:.2f}")]
+    right = sum(answer.text.rstrip().endswith(f"answer is {answer.expected}.") for answer in results.answers)
+    tokens = sum(len(answer.pieces) for answer in results.answers)
+    return [("chat requests to the server", f"{len(results.answers)} answered, {right} right, {tokens} tokens")]

@@ -15,6 +15,7 @@ import numpy as np
 from looped.errors import LoopedError
 from looped.files import find
 from looped.model import LoopedLM
+from looped.model.tokenizer import Tokenizer
 
 DEFAULT_INPUT_LEN = 32
 DEFAULT_OUTPUT_LEN = 32
@@ -55,7 +56,8 @@ def build(
     """`num_requests` requests for a model.
 
     From a file of prompts if one is given (repeated from its start when it is shorter), else random token ids if
-    `input_len` is given or the model has no tokenizer, else word problems. `output_len` overrides what the file says.
+    `input_len` is given or the model has no tokenizer, else word problems with outputs as long as their solutions.
+    `output_len` overrides these lengths.
     Raises `LoopedError` for a damaged file and for requests that do not fit the model's context.
     """
     if num_requests < 1:
@@ -79,12 +81,8 @@ def build(
         items = (WorkItem(ids, output_len or DEFAULT_OUTPUT_LEN) for ids in drawn)
         source = f"random token ids, {length} a prompt"
     else:
-        from looped.data.prompts import prompts as word_problems
-
-        texts = word_problems(num_requests, seed=seed)
-        encode = model.tokenizer.encode
-        items = (WorkItem(tuple(encode(text)), output_len or DEFAULT_OUTPUT_LEN) for text in texts)
-        source = "word problems"
+        items = _word_problems(model.tokenizer, num_requests, output_len, seed)
+        source = "word problems" + ("" if output_len else ", outputs as long as their solutions")
     work = WorkList(tuple(items), source)
     _check(work, model)
     return work
@@ -92,6 +90,16 @@ def build(
 
 def _random_ids(model: LoopedLM, length: int, rng: np.random.Generator) -> tuple[int, ...]:
     return tuple(int(i) for i in rng.integers(0, model.config.vocab_size, length))
+
+
+def _word_problems(tokenizer: Tokenizer, num_requests: int, output_len: int | None, seed: int) -> Iterator[WorkItem]:
+    from looped.data.evalsets import eval_problems
+
+    for problem in itertools.islice(eval_problems("trained", f"prompts/{seed}"), num_requests):
+        prompt = problem.prompt()
+        solution = problem.document().removeprefix(prompt)
+        length = output_len or len(tokenizer.encode(solution, add_special_tokens=False))
+        yield WorkItem(tuple(tokenizer.encode(prompt)), length)
 
 
 def _check(work: WorkList, model: LoopedLM) -> None:

@@ -81,6 +81,7 @@ def made_up(question: str = "How many?", expected: str = "7") -> DemoResults:
         revision="abc",
         gates=(Distilled("lookahead", 642, 2, 0.49, 2.38, 0.5, 2.4, 0.91, 0.55, 0.88, 12_000),),
         scores=Scores("wordmath", 96, "ragged", 4, tuple(rows), layouts, 128),
+        drills=Scores("wordmath-drills", 96, "ragged", 4, tuple(rows[:5]), layouts[:1], 128),
         bench=bench,
         answers=(answer,),
         seconds={"gates": 50.0},

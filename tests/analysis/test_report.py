@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from looped.analysis import charts
-from looped.analysis.report import own_point, render
+from looped.analysis.report import own_threshold, render
 from looped.analysis.svg import Scale, nice_ceiling
 from tests.analysis.results import SPEEDS, made_up
 
@@ -72,12 +72,13 @@ def test_text_is_escaped() -> None:
 
 def test_numbers_and_their_errors_are_printed() -> None:
     words = read(render(made_up())).words
-    for text in ("82.0 ± 4.0 %", "n = 96", "96 problems", "1.50 ×", "S_e2e = 1.550", "642", "91.0 %", "12.5 KiB"):
+    for text in ("82.0 ± 4.0 %", "n = 96", "96 problems", "1.50 ×", "S_e2e = 1.550", "642", "91.0%", "12.5 KiB"):
         assert text in words, text
 
 
 def test_the_own_point_is_the_native_gate_at_the_threshold_of_the_bench() -> None:
-    point = own_point(made_up())
+    results = made_up()
+    point = results.scores.native(own_threshold(results))
     assert point is not None
     assert (point.gate, point.threshold, point.layout) == ("native", 0.5, "ragged")
 

@@ -48,6 +48,20 @@ def test_the_shipped_list_is_readable() -> None:
     assert max(a + b for a, b in pairs) <= 512
 
 
+def test_word_problems_ask_for_as_much_as_their_solutions_have() -> None:
+    from looped.model.loading import ASSETS
+    from looped.model.tokenizer import Tokenizer
+
+    model = micro_ouro(vocab_size=2048, max_positions=512)
+    model._load_tokenizer = lambda: Tokenizer(ASSETS / "tokenizer", (0,))
+    items = worklist.build(model, 8).items
+    assert len({item.output_len for item in items}) > 1
+    text = model.tokenizer.decode(items[0].prompt_ids)  # type: ignore[union-attr]
+    assert text.startswith("Q: ")
+    assert text.endswith("A:")
+    assert {item.output_len for item in worklist.build(model, 8, output_len=5).items} == {5}
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
