@@ -140,4 +140,6 @@ def depth_legend(max_loops: int) -> str:
 
 def tokens(pieces: Sequence[Piece], max_loops: int) -> str:
     """A text whose tokens have the colour of their depth; pointing at one shows it."""
-    return "".join(coloured(piece.text, piece.depth, max_loops) for piece in pieces if piece.text)
+    shown = [piece.text.lstrip() if i == 0 else piece.text for i, piece in enumerate(pieces)]
+    texts = zip(shown, pieces, strict=True)
+    return "".join(coloured(text, piece.depth, max_loops) for text, piece in texts if text)

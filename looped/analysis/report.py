@@ -68,15 +68,15 @@ def _drills(scores: Scores) -> str:
         f"Exact match on {scores.n} problems of <code>{escape(scores.task)}</code>: arithmetic answered at once, "
         "without written steps, so that only loops can compute. Everything else as above.",
         charts.legend(scores.gate_names)
-        + f'<div class="panels">{_panels(scores)}</div>'
+        + _panels(scores)
         + _details("All scores as a table", _score_table(scores.rows)),
     )
 
 
 def _accuracy(scores: Scores) -> str:
     left_out = f" {scores.left_out} settings were left out for time." if scores.left_out else ""
-    unfinished = max((row.unfinished for row in scores.rows), default=0)
-    late = f" Up to {unfinished} answers of a setting ran into the limit." if unfinished else ""
+    worst = max(scores.rows, key=lambda row: row.unfinished, default=None)
+    late = f" Answers that ran into the limit: up to {worst.unfinished} (under {worst.layout})." if worst else ""
     return _section(
         "Accuracy against mean depth, by KV layout and gate",
         f"Exact match on {scores.n} problems of <code>{escape(scores.task)}</code>, without exemplars, greedy, at most "
@@ -85,7 +85,7 @@ def _accuracy(scores: Scores) -> str:
         "measurement, for all layouts with a plane for each loop). The distilled gates were trained under the model’s "
         "own layout." + escape(late + left_out),
         charts.legend(scores.gate_names)
-        + f'<div class="panels">{_panels(scores)}</div>'
+        + _panels(scores)
         + _details("All scores as a table", _score_table(scores.rows)),
     )
 
@@ -102,7 +102,8 @@ def _panels(scores: Scores) -> str:
             f"<figure><figcaption><b>{escape(layout)}</b>{escape(told)}</figcaption>"
             f"{charts.accuracy_panel(scores, layout)}</figure>"
         )
-    return "".join(panels)
+    kind = "panels single" if len(panels) == 1 else "panels"
+    return f'<div class="{kind}">{"".join(panels)}</div>'
 
 
 def _planes(count: int) -> str:
@@ -136,7 +137,7 @@ def _throughput(results: DemoResults) -> str:
         f"{told['num_requests']} requests ({told['work_list']}), {bench.prompt_tokens:,} prompt tokens, "
         f"{bench.tokens:,} generated under each scheduler; {gate}, layout {told['kv']}, at most {told['max_num_seqs']} "
         f"sequences at once, {told['device']} in {told['dtype']} with {told['threads']} threads. Medians of "
-        f"{bench.rounds} rounds in which the schedulers took turns; the light strokes run from the slowest round to "
+        f"{bench.rounds} rounds in which the schedulers took turns; the short strokes run from the slowest round to "
         "the fastest."
     )
     notes = [f"{bench.agreement[:1].upper()}{bench.agreement[1:]}."]
@@ -200,7 +201,7 @@ def _answer(answer: Answered, max_loops: int) -> str:
     return (
         f'<p class="question">{escape(answer.question)}</p>'
         f'<div class="tokens">{charts.tokens(answer.pieces, max_loops)}</div>'
-        f'<p class="note">Right answer: {escape(answer.expected)}. {len(answer.pieces)} tokens in '
+        f'<p class="note">Expected: {escape(answer.expected)}. This took {len(answer.pieces)} tokens and '
         f"{answer.seconds:.2f} s, mean depth {number(answer.mean_depth)}, finish reason "
         f"{escape(answer.finish_reason)}; {escape(answer.settings)}.</p>"
     )

@@ -26,8 +26,8 @@ class Effort:
     gate_tokens: int = 20_000
     gate_steps: int | None = None
     gate_eval_tokens: int = 4_000
-    score_seconds: float = 100.0
-    drill_seconds: float = 40.0
+    score_seconds: float = 85.0
+    drill_seconds: float = 70.0
     num_problems: int | None = None
     full_grid: bool = True
     bench_requests: int = 24

@@ -35,6 +35,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
 .tile b { display: block; font-size: 1.75rem; line-height: 1.15; font-weight: 650; letter-spacing: -0.02em; }
 .tile span { display: block; color: var(--soft); font-size: 0.875rem; margin-top: 4px; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 272px), 1fr)); gap: 18px; }
+.panels.single { grid-template-columns: minmax(0, 460px); }
 figure { margin: 0; display: flex; flex-direction: column; justify-content: space-between; }
 figcaption { font-size: 0.875rem; color: var(--soft); margin-bottom: 4px; }
 figcaption b { color: var(--ink); font-size: 0.95rem; }
@@ -54,7 +55,7 @@ text.indepth { font-size: 11px; font-weight: 600; fill: #ffffff; }
 text.boundtext { font-size: 12px; fill: var(--bound); }
 .grid { stroke: var(--grid); } .axis { stroke: var(--axis); }
 .bar { fill: var(--bar); } .bar.base { fill: #77736b; }
-.whisker { stroke: #ffffff; stroke-width: 2; stroke-opacity: 0.75; }
+.whisker { stroke: var(--ink); stroke-width: 2; stroke-opacity: 0.7; }
 .bound { stroke: var(--bound); stroke-width: 1.5; stroke-dasharray: 5 4; }
 .series { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .error { stroke-width: 1.25; stroke-opacity: 0.65; }

@@ -8,7 +8,7 @@ from looped.analysis.results import NATIVE, DemoResults, Scores
 
 def summary(results: DemoResults) -> str:
     """Two columns: what was measured, and what came out, with n and standard errors."""
-    found = (*_scores(results.scores, results), *_scores(results.drills, results), *_layouts(results))
+    found = (*_scores(results.scores, results), *_layouts(results), *_scores(results.drills, results))
     rows = [("measured", "result"), *found, *_gates(results), *_bench(results), *_answers(results)]
     width = max(len(left) for left, _ in rows)
     lines = [f"| {left:<{width}} | {right} |" for left, right in rows]
@@ -38,7 +38,7 @@ def _layouts(results: DemoResults) -> list[tuple[str, str]]:
         if row:
             names.append(cost.layout)
             values.append(f"{row.share}, {cost.bytes_per_token / 1024:.0f} KiB")
-    return [(f"the same under {' / '.join(names)}; KV of a full-depth token", " / ".join(values))] if names else []
+    return [(f"the same under {' / '.join(names)} KV", " / ".join(values) + " a full-depth token")] if names else []
 
 
 def _gates(results: DemoResults) -> list[tuple[str, str]]:
