@@ -32,7 +32,7 @@ class Options:
 
     output: Path = option(Path("out"), "folder for the report; replaced where an earlier demo made it")
     model: str = option("tiny-ouro", "a model with an exit gate of its own and a tokenizer: name or folder")
-    num_problems: int | None = option(None, "problems of every score; as many as fit its time when left out")
+    num_problems: int | None = option(None, "problems of every score; 48, and 64 drills, when left out")
     quick: bool = option(False, "a smoke test: few tokens, few problems, numbers that mean little")
 
 
@@ -62,16 +62,15 @@ def measure(options: Options, folder: Path) -> DemoResults:
     seconds: dict[str, float] = {}
     gates = _step("gates", 1, lambda: steps.distil(model, options.model, folder / "gates", effort), seconds)
 
-    def score(task: str, cells: Callable[..., list[scoring.Cell]], limit: float) -> Scores:
-        found = cells(model, gates, folder / "gates", effort.full_grid)
-        return scoring.score(model, found, task, effort.num_problems, limit)
+    def score(task: str, cells: Callable[..., list[scoring.Cell]], n: int, limit: float) -> Scores:
+        return scoring.score(model, cells(model, gates, folder / "gates", effort.full_grid), task, n, limit)
 
     scores, drills = _step(
         "scores",
         2,
         lambda: (
-            score(steps.TASK, scoring.grid, effort.score_seconds),
-            score(steps.DRILLS, scoring.own_layout, effort.drill_seconds),
+            score(steps.TASK, scoring.grid, effort.num_problems, effort.score_seconds),
+            score(steps.DRILLS, scoring.own_layout, effort.num_drills, effort.drill_seconds),
         ),
         seconds,
     )
@@ -113,7 +112,8 @@ def effort_of(options: Options) -> Effort:
     from looped.analysis.steps import QUICK, Effort
 
     effort = QUICK if options.quick else Effort()
-    return effort if options.num_problems is None else replace(effort, num_problems=options.num_problems)
+    n = options.num_problems
+    return effort if n is None else replace(effort, num_problems=n, num_drills=n)
 
 
 def _step(name: str, number: int, work: Callable[[], T], seconds: dict[str, float] | None = None) -> T:

@@ -40,7 +40,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_end_to_end(cli: Callable[..., Ran], speaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = steps.Effort(600, 4, 200, 60.0, 60.0, 2, False, 3, 4, 1, 25.0, 1)
+    small = steps.Effort(600, 4, 200, 2, 60.0, 2, 60.0, False, 3, 4, 1, 25.0, 1)
     monkeypatch.setattr(steps, "QUICK", small)
     ran = cli("demo", "--model", speaking, "--output", tmp_path / "out", "--quick")
     assert ran.code == 0, ran.err
@@ -159,3 +159,12 @@ def test_the_grid_scores_every_gate_and_layout(tmp_path: Path, speaking: Path) -
     own = [cell.setting.depth for cell in cells if cell.setting.kv == "ragged" and cell.gate == "fixed depth"]
     assert own == [1, 2, 3, 4]
     assert len([cell for cell in cells if cell.setting.kv == "ragged" and cell.gate == "native"]) == 3
+
+
+def test_time_leaves_settings_out_and_says_so(speaking: Path) -> None:
+    from looped.eval import Setting
+    from looped.model import load
+
+    cells = [scoring.Cell("native", Setting("ragged", "ouro", q)) for q in (0.3, 0.6)]
+    scores = scoring.score(load(speaking), cells, steps.DRILLS, 2, seconds=0.0)
+    assert (len(scores.rows), scores.left_out, scores.n) == (1, 1, 2)

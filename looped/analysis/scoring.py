@@ -86,23 +86,22 @@ def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
     return sorted({float(f"{value:.2g}") for value in quartiles.tolist()})
 
 
-def score(model: LoopedLM, cells: Sequence[Cell], name: str, num_problems: int | None, seconds: float) -> Scores:
-    """Exact match of every cell on the same problems of a task.
+def score(model: LoopedLM, cells: Sequence[Cell], name: str, n: int, seconds: float) -> Scores:
+    """Exact match of every cell on the same `n` problems of a task.
 
-    `num_problems` None takes as many as fit `seconds`. Cells that time does not reach are left out, and counted.
+    No cell is begun after `seconds`; those that time does not reach are left out, and counted.
     """
     from looped.eval.harness_task import load_task
 
     task = load_task(name, num_fewshot=0, max_gen_toks=MAX_NEW_TOKENS)
     began = time.monotonic()
-    n = num_problems or _problems_in_time(model, task, len(cells), seconds)
     rows: list[ScoreRow] = []
     with progress(len(cells), f"{name}, {n} problems", every=5) as bar:
         for cell in cells:
             rows.append(_score_row(_evaluate(model, task, cell.setting, n), cell.gate))
             gc.collect()  # an engine's KV pool goes before the next one comes
             bar.advance(note=f"{rows[-1].layout} {rows[-1].gate} {rows[-1].accuracy:.0%}")
-            if time.monotonic() - began > 1.3 * seconds:
+            if time.monotonic() - began > seconds:
                 break
     config = model.config
     names = dict.fromkeys(row.layout for row in rows)
@@ -117,16 +116,6 @@ def _evaluate(model: LoopedLM, task: Any, setting: Setting, n: int) -> EvalResul
         # The report says that the gates were trained under the model's own layout.
         warnings.filterwarnings("ignore", message=".* gate was trained under layout")
         return evaluate(model, task, setting, limit=n)
-
-
-def _problems_in_time(model: LoopedLM, task: Any, num_cells: int, seconds: float) -> int:
-    """How many problems every cell can be scored on, judged by a trial at full depth: a multiple of 8, 24 to 200."""
-    trial = 32
-    start = time.monotonic()
-    _evaluate(model, task, Setting(), trial)
-    a_problem = (time.monotonic() - start) / trial
-    # Larger batches and exits make the others faster; answers under a layout that breaks the model run to the limit.
-    return max(24, min(200, int(seconds / (0.8 * num_cells * a_problem)) // 8 * 8))
 
 
 def _score_row(result: EvalResult, gate: str) -> ScoreRow:

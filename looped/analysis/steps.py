@@ -19,16 +19,17 @@ HALF = 0.5
 
 @dataclass(frozen=True)
 class Effort:
-    """How much the demo does: teacher tokens and optimiser steps of the gates (None: train-gate's own), seconds and
-    problems of the scores (None: as many as fit the seconds), the bench's work list, questions of each kind to the
-    server."""
+    """How much the demo does: teacher tokens and optimiser steps of the gates (None: train-gate's own), problems of the
+    scores and the seconds after which no further setting is begun, the bench's work list, questions of each kind to
+    the server."""
 
     gate_tokens: int = 20_000
     gate_steps: int | None = None
     gate_eval_tokens: int = 4_000
-    score_seconds: float = 85.0
-    drill_seconds: float = 70.0
-    num_problems: int | None = None
+    num_problems: int = 48
+    score_seconds: float = 110.0
+    num_drills: int = 64
+    drill_seconds: float = 55.0
     full_grid: bool = True
     bench_requests: int = 24
     bench_output: int | None = None
@@ -41,9 +42,10 @@ QUICK = Effort(
     gate_tokens=3_000,
     gate_steps=60,
     gate_eval_tokens=800,
-    score_seconds=20.0,
-    drill_seconds=10.0,
     num_problems=8,
+    score_seconds=30.0,
+    num_drills=8,
+    drill_seconds=15.0,
     full_grid=False,
     bench_requests=4,
     bench_output=8,

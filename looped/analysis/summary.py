@@ -58,7 +58,9 @@ def _gates(results: DemoResults) -> list[tuple[str, str]]:
 def _bench(results: DemoResults) -> list[tuple[str, str]]:
     bench = results.bench
     speeds = " / ".join(f"{mode.tok_s:.0f}" for mode in bench.modes.values())
-    rows = [(f"tokens/s, {' / '.join(bench.modes)}", f"{speeds} ({bench.settings['threads']} threads)")]
+    spread = max(mode.spread for mode in bench.modes.values())
+    told = f"{bench.settings['threads']} threads, {bench.rounds} rounds, within {spread:.0%} of each other"
+    rows = [(f"tokens/s, {' / '.join(bench.modes)}", f"{speeds} ({told})")]
     refill = bench.modes.get("refill")
     if refill and refill.speedup and bench.s_e2e:
         value = f"{refill.speedup:.2f} ×; bound S_e2e {bench.s_e2e:.2f} ×, {bench.realised or 0:.0%} of it realised"
