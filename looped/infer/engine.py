@@ -278,11 +278,14 @@ class Engine:
         return Output(sequence.request.key, token, depth, text, reason)
 
     def _fail(self, plan: Plan) -> None:
-        """Drop the sequences of a batch whose stage raised."""
+        """Drop the sequences of a batch whose stage raised, those that ended in it too: nobody heard of their end."""
         for slot in plan.slots:
             job = self.scheduler.active.get(slot)
-            if job is not None and self.abort(job.key):
-                self._failed.append(_error(job.key))
+            if job is None:
+                continue
+            if not self.abort(job.key):
+                self.scheduler.remove(job)
+            self._failed.append(_error(job.key))
 
     @property
     def stats(self) -> Stats:

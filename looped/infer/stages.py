@@ -149,10 +149,10 @@ class Stages:
             state.ahead[at] = decision
         if not self.dense:
             return exits.cpu().numpy()
-        self._mark_exits(at, h, step, exits)
+        self._mark_exits(at, exits)
         return host_steps >= self.max_loops
 
-    def _mark_exits(self, at: Tensor, h: Tensor, step: Tensor, exits: Tensor) -> None:
+    def _mark_exits(self, at: Tensor, exits: Tensor) -> None:
         """Dense compute: remember where each token left; it loops on to write all its planes."""
         state = self.state
         assert state.exited is not None and state.exit_h is not None and state.depth is not None

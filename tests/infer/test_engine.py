@@ -90,6 +90,19 @@ def test_a_failing_stage_ends_its_batch_and_nothing_else(monkeypatch):
         assert [o.token for o in outputs[str(number)]] == expected[0]
 
 
+def test_sequences_that_end_in_a_failing_batch_are_reported_and_freed(monkeypatch):
+    engine = make_engine("ouro", max_num_seqs=2)
+    for number, prompt in enumerate(prompts()):
+        engine.add(Request(str(number), prompt, SamplingParams(0, 1, True)))
+    done_prefill = engine.scheduler.done_prefill
+    monkeypatch.setattr(engine.scheduler, "done_prefill", lambda plan, finished: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.setattr(engine.scheduler, "done_prefill", done_prefill)
+    outputs = drain(engine)
+    assert [outputs[str(number)][-1].finish_reason for number in range(5)] == ["error"] * 2 + ["length"] * 3
+
+
 @pytest.mark.parametrize("layout", ["ragged", "shared"])
 def test_a_row_of_nan_ends_alone(layout):
     model = micro_ouro()
