@@ -31,16 +31,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def uniform(seeds: Tensor, positions: Tensor, stream: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in (0, 1): seeds [...] and positions [...] (int64) to [..., n], on their device.
+def uniform(seeds: Tensor, positions: Tensor, stream: int, n: int) -> Tensor:
+    """Uniform numbers in (0, 1): seeds [...] and positions [...] (int64) to [..., n] float64, on their device.
 
-    The 24 bits used are exact in float32, so float32 and float64 callers see the same numbers.
+    24 random bits and a half: in float32 the largest would round to 1.
     """
     key = _mix(seeds.long() + _GOLDEN)
     key = _mix(_mix(key ^ positions.long()) + stream)
     index = torch.arange(1, n + 1, device=seeds.device, dtype=torch.int64) * _GOLDEN
     bits = _shift(_mix(key[..., None] + index), 40)
-    return (bits.to(dtype) + 0.5) * (1.0 / (1 << 24))
+    return (bits.double() + 0.5) * (1.0 / (1 << 24))
 
 
 def truncated_normal(seeds: Tensor, positions: Tensor, stream: int, n: int, std: float, dtype: torch.dtype) -> Tensor:
@@ -48,7 +48,7 @@ def truncated_normal(seeds: Tensor, positions: Tensor, stream: int, n: int, std:
 
     Computed in float64 so that every device and dtype rounds the same value.
     """
-    u = uniform(seeds, positions, stream, n, torch.float64)
+    u = uniform(seeds, positions, stream, n)
     low = 0.5 * (1 + math.erf(-3 / math.sqrt(2)))
     z: Tensor = torch.special.ndtri(low + u * (1 - 2 * low))
     return (z * std).to(dtype)

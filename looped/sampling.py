@@ -19,7 +19,7 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, seeds_B: Tensor, positions_
     greedy = logits.argmax(-1)
     if not bool((temperature_B > 0).any()):
         return greedy
-    u = rng.uniform(seeds_B, positions_B, rng.SAMPLING, logits.shape[-1], torch.float64)
+    u = rng.uniform(seeds_B, positions_B, rng.SAMPLING, logits.shape[-1])
     gumbel = -torch.log(-torch.log(u))
     scaled = logits.double() / temperature_B.clamp_min(1e-6)[:, None].double()
     return torch.where(temperature_B > 0, (scaled + gumbel).argmax(-1), greedy)

@@ -12,7 +12,7 @@ from looped.sampling import sample
 
 
 def uniform(seed: int, position: int, n: int = 4000, stream: int = 1) -> torch.Tensor:
-    return rng.uniform(torch.tensor([seed]), torch.tensor([position]), stream, n, torch.float64)[0]
+    return rng.uniform(torch.tensor([seed]), torch.tensor([position]), stream, n)[0]
 
 
 def test_uniform_is_uniform_and_open() -> None:
@@ -39,6 +39,11 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 def test_extreme_seeds() -> None:
     for seed in (-(2**63), 2**63 - 1, -1):
         assert uniform(seed, 2**40).min() > 0
+
+
+def test_the_largest_uniform_is_below_one() -> None:
+    draws = rng.uniform(torch.arange(300), torch.zeros(300), 1, 50_000)
+    assert draws.max() > 1 - 2**-22 and draws.max() < 1
 
 
 def test_truncated_normal() -> None:
