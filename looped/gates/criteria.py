@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -102,8 +103,9 @@ class ReplayGate(_KnownDepth):
             self.table[row, : len(values)] = torch.tensor(values)
 
     def bind(self, model: LoopedLM) -> ReplayGate:
-        self.table = self.table.to(model.device)
-        return self
+        bound = copy.copy(self)
+        bound.table = self.table.to(model.device)
+        return bound
 
     def depth(self, entry: Entry) -> Tensor:
         row = torch.zeros_like(entry.request) if self.shared else entry.request
