@@ -7,6 +7,7 @@ each step produced back to the event loop, one call a step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -99,7 +100,7 @@ class Ticket:
             yield output
 
     def close(self) -> None:
-        self._thread.forget(self, self.open)
+        self._thread.forget(self.open)
         self.open = set()
 
 
@@ -201,7 +202,7 @@ class EngineThread:
             raise
         return ticket
 
-    def forget(self, ticket: Ticket, keys: Iterable[str]) -> None:
+    def forget(self, keys: Iterable[str]) -> None:
         """Abort requests nobody waits for any more."""
         keys = tuple(key for key in keys if self._tickets.pop(key, None) is not None)
         if keys:
@@ -224,6 +225,8 @@ class EngineThread:
         if self.alive:
             self._thread.join(timeout)
         self._refuse_pending()
+        if self.alive:
+            self._inbox.put(_Stop())  # stuck in a load or a step; the first one was read above
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
@@ -292,8 +295,9 @@ class EngineThread:
     def _commands(self, wait: bool) -> list[_Add | _Abort | _Stop]:
         """All that is in the inbox; with `wait`, not before there is something."""
         commands = [self._inbox.get()] if wait else []
-        while not self._inbox.empty():
-            commands.append(self._inbox.get())
+        with contextlib.suppress(queue.Empty):
+            while True:  # not `while not empty()`: when the server stops two threads may read
+                commands.append(self._inbox.get_nowait())
         return commands
 
     def _obey(self, engine: Steppable, command: _Add | _Abort) -> None:
