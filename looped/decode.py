@@ -245,15 +245,14 @@ class _Decoder:
     def prompt_chunk(self, tokens: list[int], start: int, prompt_len: int) -> tuple[_Pass, Tensor]:
         """A chunk of the prompt: its pass and the logits of its last token [1, V]."""
         policy = self.policy
-        params = self.params(len(tokens), 1.0, 1)
-        gate = policy.gate if policy.prefill is not None else None
+        positions = torch.arange(start, start + len(tokens), device=self.model.device)
+        gate, params = None, self.params(len(tokens), 1.0, 1)
         if policy.prefill is not None:
-            at = torch.arange(start, start + len(tokens), device=self.model.device)
-            params = self.params(len(tokens), policy.prefill.thresholds(at, prompt_len), policy.min_depth)
-            protected = torch.where(at < policy.prefill.protected, policy.max_depth, params.min_depth)
+            gate = policy.gate
+            params = self.params(len(tokens), policy.prefill.thresholds(positions, prompt_len), policy.min_depth)
+            protected = torch.where(positions < policy.prefill.protected, policy.max_depth, params.min_depth)
             params = params._replace(min_depth=protected)
         trip = self.run(tokens, start, gate, params, index=0)
-        positions = torch.arange(start, start + len(tokens), device=self.model.device)
         last = torch.tensor([len(tokens) - 1], device=self.model.device)
         return trip, self.model.coda(trip.exit_h, positions, self.cache.attend(positions), rows=last)
 
@@ -315,6 +314,8 @@ def generate(
         raise LoopedError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not (temperature >= 0 and math.isfinite(temperature)):
         raise LoopedError(f"temperature must be 0 or larger, got {temperature}")
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise LoopedError(f"seed must fit in 64 bits, got {seed}")
     total = min(len(prompt) + max_new_tokens, model.config.max_positions)
     decoder = _Decoder(model, policy, total, seed, state)
     size = chunk_size or len(prompt)
