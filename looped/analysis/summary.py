@@ -30,15 +30,15 @@ def _scores(scores: Scores, results: DemoResults) -> list[tuple[str, str]]:
 
 
 def _layouts(results: DemoResults) -> list[tuple[str, str]]:
-    """The native gate under every layout, with what a token of full depth costs."""
+    """The native gate under the other layouts, and what a token of full depth costs under each."""
     scores, own = results.scores, results.scores.native(own_threshold(results))
-    names, values = [], []
+    rows = []
     for cost in scores.layouts:
         row = next((row for row in scores.of(cost.layout, NATIVE) if own and row.threshold == own.threshold), None)
         if row:
-            names.append(cost.layout)
-            values.append(f"{row.share}, {cost.bytes_per_token / 1024:.0f} KiB")
-    return [(f"the same under {' / '.join(names)} KV", " / ".join(values) + " a full-depth token")] if names else []
+            value = f"{row.share} right; KV of a full-depth token {cost.bytes_per_token / 1024:.0f} KiB"
+            rows.append((f"the same under {cost.layout} KV", value))
+    return rows
 
 
 def _gates(results: DemoResults) -> list[tuple[str, str]]:
