@@ -47,12 +47,13 @@ class Distillation(lightning.LightningModule):
         super().__init__()
         self.students, self.heads = teaching.students, nn.ModuleList(teaching.students)
         self.plan, self.steps, self.lbfgs = teaching.plan, teaching.steps, teaching.lbfgs
-        self.first_step = 0
+        self.first_step, self.num_positions = 0, teaching.plan.tokens
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         total = torch.zeros((), device=batch.hazards.device)
         for student, inputs in zip(self.students, batch.inputs, strict=True):
             total = total + distillation_loss(self.plan.loss, student(inputs), batch.hazards, student.min_depth)
+            total = total + self.plan.ridge / self.num_positions * student.weight.square().sum()
         if not bool(torch.isfinite(total)):
             raise LoopedError(
                 f"the loss is {float(total)} at step {self.first_step + batch_idx + 1}; try a smaller --lr than "
@@ -117,7 +118,8 @@ def distil(teaching: Teaching, corpus: Corpus, unfinished: Unfinished) -> int:
     if teaching.cached:
         features = collect(teaching, corpus.training())
         _prepare(teaching.students, features)
-        size = len(features.hazards) if teaching.lbfgs else teaching.plan.batch_tokens
+        module.num_positions = len(features.hazards)
+        size = module.num_positions if teaching.lbfgs else teaching.plan.batch_tokens
         _fit(module, Shuffled(features, size, teaching.plan.seed), [])
         return len(features.hazards)
     keeper = _Keeper(module, unfinished)

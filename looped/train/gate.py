@@ -57,6 +57,7 @@ class Options:
     steps: int | None = option(None, "optimiser steps; when left out, enough")
     batch_tokens: int = option(4096, "tokens in a forward of the teacher, and positions in an optimiser step")
     lr: float = option(3e-3, "peak learning rate of AdamW; falls to zero by a cosine")
+    ridge: float = option(5.0, "cost of the squared weights, in nats over all positions; against learning by heart")
     seed: int = option(0, "seed of documents, their order and thresholds")
     device: str | None = option(None, "cpu or cuda; the first GPU when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("auto", "auto: bfloat16 on a GPU")
@@ -92,6 +93,8 @@ def check(options: Options) -> None:
         raise LoopedError(f"--steps must be at least 1, got {options.steps}")
     if not 0 < options.lr < float("inf"):
         raise LoopedError(f"--lr must be above 0, got {options.lr}")
+    if not 0 <= options.ridge < float("inf"):
+        raise LoopedError(f"--ridge must be 0 or more, got {options.ridge}")
     if options.save_minutes <= 0:
         raise LoopedError(f"--save-minutes must be above 0, got {options.save_minutes}")
     low, high = options.context_thresholds
@@ -180,6 +183,7 @@ def train_gates(options: Options, folder: Path) -> list[GateReport]:
         options.loss,
         options.seed,
         options.optimizer,
+        options.ridge,
     )
     corpus = Corpus(options.data, model, options.seed, options.max_length)
     held_out = corpus.held_out(options.eval_tokens)

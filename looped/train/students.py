@@ -19,6 +19,7 @@ from looped.model.attention import dense_causal
 from looped.train.walk import Sequences, Walk
 
 _LOGITS_AT_ONCE = 1 << 26
+_SMALLEST_SPREAD = 1e-6
 
 
 class Reading(NamedTuple):
@@ -42,11 +43,17 @@ def read(model: LoopedLM, h: Tensor, following: Tensor) -> Reading:
 
 
 class Student(nn.Module, ABC):
-    """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1."""
+    """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1.
+
+    Weights act on standardised inputs, with mean and scale taken from a first batch, so that one step size and one
+    ridge suit every input; the finished gate has them folded in.
+    """
 
     kind: ClassVar[str]
     min_depth: ClassVar[int]
     gate_class: ClassVar[type[TrainedGate]]
+    mean: Tensor
+    scale: Tensor
 
     def __init__(self, model: LoopedLM, num_heads: int, num_features: int) -> None:
         super().__init__()
@@ -56,6 +63,8 @@ class Student(nn.Module, ABC):
             )
         self.weight = nn.Parameter(torch.zeros(num_heads, num_features, device=model.device))
         self.bias = nn.Parameter(torch.zeros(num_heads, device=model.device))
+        self.register_buffer("mean", torch.zeros_like(self.weight.detach()))
+        self.register_buffer("scale", torch.ones_like(self.weight.detach()))
 
     @property
     def num_inputs(self) -> int:
@@ -72,16 +81,26 @@ class Student(nn.Module, ABC):
 
     def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
         """Set what depends on data from a first batch: inputs [N, ...] and teacher hazards [N, R-1]."""
+        weight, bias = self.heads()
+        self.mean.copy_(inputs.mean(0))
+        spread = inputs.std(0)
+        self.scale.copy_(torch.where(spread > _SMALLEST_SPREAD, spread, torch.ones_like(spread)))
+        with torch.no_grad():
+            self.weight.copy_(weight * self.scale)
+            self.bias.copy_(bias + (weight * self.mean).sum(-1))
 
     def heads(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias as the finished gate applies them."""
-        return self.weight.detach().clone(), self.bias.detach().clone()
+        """Weight and bias as they act on inputs as they are."""
+        weight = self.weight / self.scale
+        return weight, self.bias - (weight * self.mean).sum(-1)
 
     def gate(self, model: LoopedLM) -> TrainedGate:
         """The finished gate, bound to its teacher."""
         config = model.config
+        weight, bias = self.heads()
         trained = self.gate_class(
-            *self.heads(),
+            weight.detach(),
+            bias.detach(),
             hidden_size=config.hidden_size,
             max_loops=config.max_loops,
             teacher=model.name,
@@ -112,22 +131,18 @@ class LookaheadStudent(Student):
         return torch.stack([model.readout(h[where]) for h in steps], 1).float()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.einsum("nrd,rd->nr", inputs, self.weight) + self.bias
+        weight, bias = self.heads()
+        return torch.stack([inputs[:, r] @ head for r, head in enumerate(weight)], -1) + bias
 
 
 class PreLoopStudent(Student):
-    """All hazards from the token's input and the carry of the token before it, in standardised features."""
+    """All hazards from the token's input and the carry of the token before it."""
 
     kind, min_depth, gate_class = "pre-loop", 1, PreLoopGate
-    mean: Tensor
-    scale: Tensor
 
     def __init__(self, model: LoopedLM) -> None:
         config = model.config
-        num_features = 2 * config.hidden_size + 3
-        super().__init__(model, config.max_loops - 1, num_features)
-        self.register_buffer("mean", torch.zeros(num_features, device=model.device))
-        self.register_buffer("scale", torch.ones(num_features, device=model.device))
+        super().__init__(model, config.max_loops - 1, 2 * config.hidden_size + 3)
 
     def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
         before = where.roll(-1, 1)
@@ -141,19 +156,13 @@ class PreLoopStudent(Student):
         return pre_loop_features(seen.start[where], carry).float()
 
     def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        self.mean.copy_(inputs.mean(0))
-        spread = inputs.std(0)
-        self.scale.copy_(torch.where(spread > 1e-6, spread, torch.ones_like(spread)))
+        super().prepare(inputs, hazards)
         with torch.no_grad():
             self.bias.copy_(torch.logit(hazards.float().mean(0), eps=1e-4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        weight = self.weight / self.scale
-        return inputs @ weight.T + (self.bias - weight @ self.mean)
-
-    def heads(self) -> tuple[Tensor, Tensor]:
-        weight = self.weight.detach() / self.scale
-        return weight, self.bias.detach() - weight @ self.mean
+        weight, bias = self.heads()
+        return inputs @ weight.T + bias
 
 
 STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
