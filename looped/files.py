@@ -1,12 +1,16 @@
-"""Files that ship beside the code: task definitions and workloads (`eval/`), recipes (`recipes/`).
+"""Files: those that ship beside the code, and writing one so that it is whole or absent.
 
-They stand at the top of the repository, where a person looks for them; the wheel carries them as `looped/shipped/eval`
-and `looped/shipped/recipes` (pyproject.toml maps them). One lookup serves a checkout, an editable and a normal install.
+Task definitions and workloads (`eval/`) and recipes (`recipes/`) stand at the top of the repository, where a person
+looks for them; the wheel carries them as `looped/shipped/eval` and `looped/shipped/recipes` (pyproject.toml maps them).
+One lookup serves a checkout, an editable and a normal install.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from looped.errors import LoopedError
@@ -36,3 +40,20 @@ def find(path: str | Path, kind: str) -> Path:
     near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "give the path of a file that does"
     raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file to write in the place of `path`, which it takes when the block ends without an error."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ from looped.analysis.palette import ansi, depth_counts, histogram
 from looped.errors import LoopedError
 from looped.options import argument, option
 from looped.progress import last_json
-from looped.server.choices import GATE_DOC, NATIVE, check_device, pick_gate
+from looped.server.choices import GATE_DOC, NATIVE, pick_gate
 
 if TYPE_CHECKING:
     from looped.infer import LLM, Output, SamplingParams
@@ -105,7 +105,7 @@ def build(options: Options) -> LLM:
     from looped.model import load
 
     EngineOptions(mode=options.mode, kv=options.kv).check()  # before minutes of loading
-    model = load(options.model, device=check_device(options.device), dtype=options.dtype, max_loops=options.max_loops)
+    model = load(options.model, device=options.device, dtype=options.dtype, max_loops=options.max_loops)
     return LLM(
         model,
         mode=options.mode,

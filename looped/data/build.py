@@ -20,6 +20,7 @@ from looped.data import tokenizer as tokenizers_
 from looped.data.mixture import DataConfig, Mix, Sources, read_sources
 from looped.data.packing import Packer
 from looped.errors import LoopedError
+from looped.files import write_text
 
 SHARD_ROWS = 128
 """Windows of one unit of work. Part of the result: shard k holds rows k * SHARD_ROWS and on."""
@@ -107,9 +108,7 @@ def _fill(config: DataConfig, sources: Sources, identity: str, folder: Path, pro
         "token_share": {name: round(count / (rows * width), 4) for name, count in sorted(counts.items())},
         "gsm8k_epochs": round(counts["gsm8k"] / (means["gsm8k"] * len(sources.gsm8k)), 2) if sources.gsm8k else 0,
     }
-    temporary = folder / "manifest.tmp"
-    temporary.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / MANIFEST)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def write_shard(

@@ -6,8 +6,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from looped import __version__
 from looped.errors import LoopedError
 from looped.eval.result import EvalResult, Sample, Score
+from looped.files import write_text
 
 if TYPE_CHECKING:
     from looped.model import LoopedLM
@@ -155,8 +154,8 @@ def write(folder: Path, summary: dict[str, Any], results: Iterable[EvalResult]) 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = (_sample(result, sample) for result in results for sample in result.samples)
-        _replace(folder / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        _replace(folder / RESULTS, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        write_text(folder / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_text(folder / RESULTS, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise LoopedError(f"cannot write results into {folder}: {error.strerror or error}") from error
 
@@ -176,15 +175,3 @@ def _sample(result: EvalResult, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.answer.finish_reason,
         "prompt_tokens": sample.answer.prompt_tokens,
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

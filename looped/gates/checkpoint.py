@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from looped.errors import LoopedError
+from looped.files import whole, write_text
 from looped.gates.hazard import LookaheadGate, PreLoopGate, TrainedGate
 from looped.gates.protocol import stored_layout
 
@@ -41,13 +41,10 @@ def save_gate(gate: TrainedGate, card: GateCard, folder: str | Path) -> None:
     """Write a gate checkpoint; each file appears whole or not at all."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / "gate.safetensors.partial"
     tensors = {"weight": gate.weight_NF.float().cpu().contiguous(), "bias": gate.bias_N.float().cpu().contiguous()}
-    save_file(tensors, partial)
-    os.replace(partial, out / "gate.safetensors")
-    partial = out / "gate.json.partial"
-    partial.write_text(json.dumps(dataclasses.asdict(card), indent=2) + "\n")
-    os.replace(partial, out / "gate.json")
+    with whole(out / "gate.safetensors") as partial:
+        save_file(tensors, partial)
+    write_text(out / "gate.json", json.dumps(dataclasses.asdict(card), indent=2) + "\n")
 
 
 def read_card(folder: Path) -> GateCard:

@@ -15,7 +15,7 @@ from looped.infer.request import Completion, Output, Request, SamplingParams
 from looped.infer.stats import Stats
 from looped.kv import KVLayout
 from looped.model import LoopedLM, load
-from looped.model.loading import parse_dtype
+from looped.model.loading import parse_device, parse_dtype
 from looped.progress import Progress, progress
 
 Prompt = str | Sequence[int]
@@ -183,7 +183,7 @@ def _model(
         return load(model, device=device, dtype="float32" if dtype is None else dtype)
     if dtype is not None and parse_dtype(dtype) != model.dtype:
         raise LoopedError(f"the model is loaded in {model.dtype}; load it in {dtype} or leave dtype out")
-    if device is not None and torch.device(device).type != model.device.type:
+    if device is not None and parse_device(device).type != model.device.type:
         raise LoopedError(f"the model is loaded on {model.device}; load it on {device} or leave device out")
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError, unknown
+from looped.files import write_text
 from looped.model import huginn, ouro, weights
 from looped.model.looped_lm import LoopedLM
 from looped.model.mapping import ids
@@ -44,9 +46,10 @@ def load(
     """Load a looped LM by name, hub id or folder.
 
     `device` None takes the first GPU, else the CPU. `max_loops` sets R; above what the checkpoint was trained with it
-    warns. Raises `LoopedError` for an unknown name, an unreachable hub, an unsupported or damaged checkpoint.
+    warns. Raises `LoopedError` for an unknown name or device, an unreachable hub, an unsupported or damaged
+    checkpoint.
     """
-    torch_dtype = parse_dtype(dtype)
+    torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
     folder = find_checkpoint(name_or_path)
     config, family = read_config(folder)
     if max_loops is not None and max_loops > config.trained_loops:
@@ -54,11 +57,9 @@ def load(
     config = config.with_loops(max_loops)
     files = weights.weight_files(folder)
     family.check_tensor_names(weights.tensor_names(files))
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device("meta"):
         model = LoopedLM(config)
-    model = model.to(dtype=torch_dtype).to_empty(device=device)
+    model = model.to(dtype=torch_dtype).to_empty(device=torch_device)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
     weights.read_into(model, family.weight_map(config), files)
@@ -79,11 +80,16 @@ def save(model: LoopedLM, folder: str | Path, dtype: str | torch.dtype | None = 
         out / weights.SINGLE,
         None if dtype is None else parse_dtype(dtype),
     )
-    (out / "config.json").write_text(json.dumps(family.config_to_hf(model.config), indent=2) + "\n")
+    write_text(out / "config.json", json.dumps(family.config_to_hf(model.config), indent=2) + "\n")
     if model.tokenizer is not None and model.tokenizer.folder.resolve() != out.resolve():
-        for name in TOKENIZER_FILES:
-            if (model.tokenizer.folder / name).exists():
-                shutil.copyfile(model.tokenizer.folder / name, out / name)
+        copy_tokenizer(model.tokenizer.folder, out)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files of a checkpoint folder, those that it has."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -93,6 +99,21 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """A torch device from `cpu`, `cuda` or `cuda:N`; None is the first GPU, else the CPU.
+
+    Raises `LoopedError` where there is no such device here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    match = re.fullmatch(r"cpu(?::0)?|cuda(?::(\d+))?", str(device))
+    if not match:
+        raise LoopedError(f"unknown device {str(device)!r}; give cpu, cuda or cuda:N")
+    if match[0].startswith("cuda") and int(match[1] or 0) >= torch.cuda.device_count():
+        raise LoopedError(f"there is no device {str(device)!r} here ({torch.cuda.device_count()} GPUs found); use cpu")
+    return torch.device(device)
 
 
 def known_names() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from looped.errors import LoopedError
+from looped.files import whole
 from looped.model.looped_lm import LoopedLM
 from looped.model.mapping import Piece
 
@@ -91,9 +91,8 @@ def write(model: LoopedLM, pieces: list[Piece], path: Path, dtype: torch.dtype |
         for piece in pieces
         if piece.param in params
     }
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, path)
+    with whole(path) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
 
 
 def hash_files(files: list[Path]) -> str:

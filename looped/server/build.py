@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from looped.server.chat import ChatTemplate
-from looped.server.choices import NO_GATE, check_device, pick_gate
+from looped.server.choices import NO_GATE, pick_gate
 from looped.server.engine_thread import EngineInfo, Loaded
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def load_engine(
     from looped.model import load
 
     options.check()
-    loaded = load(model, device=check_device(device), dtype=dtype, max_loops=max_loops)
+    loaded = load(model, device=device, dtype=dtype, max_loops=max_loops)
     engine = Engine(loaded, replace(options, gate=pick_gate(options.gate or NO_GATE, loaded)))
     return Loaded(engine, engine_info(engine))
 

@@ -9,15 +9,15 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from looped.errors import LoopedError
+from looped.files import write_text
 from looped.train.recipe import Options, model_config
 
-__all__ = ["Options", "main", "run"]
+__all__ = ["Options", "run"]
 
 SUMMARY = "summary.json"
 _FIXED = ("model", "init", "objective", "recurrence", "data", "seed")
@@ -56,7 +56,7 @@ def prepare_folder(options: Options) -> Path:
             raise LoopedError(f"{folder} is not empty and holds no run of this program; give another folder")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    plan.write_text(json.dumps(_plain(options), indent=2) + "\n", encoding="utf-8")
+    write_text(plan, json.dumps(_plain(options), indent=2) + "\n")
     return folder
 
 
@@ -79,14 +79,9 @@ def _check_same(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def resolve_device(options: Options) -> Any:
-    import torch
+    from looped.model.loading import parse_device
 
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise LoopedError("device cuda: torch sees no GPU here; use --device cpu")
-    return torch.device(name)
+    return parse_device(None if options.device == "auto" else options.device)
 
 
 def train(options: Options, folder: Path, corpus: Any, begun: float) -> dict[str, Any]:
@@ -147,14 +142,13 @@ def finish(
     import torch
 
     from looped.model import save
+    from looped.model.loading import copy_tokenizer
     from looped.train.scores import accuracies
 
     model, clock = module.model.eval().to(device), module.clock
     out = folder / options.name
     save(model, out, dtype="bfloat16")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if corpus.tokenizer is not None and (corpus.tokenizer / name).is_file():
-            shutil.copyfile(corpus.tokenizer / name, out / name)
+    copy_tokenizer(corpus.tokenizer, out)
     summary: dict[str, Any] = {
         "output": str(folder),
         "model": str(out),
@@ -176,7 +170,7 @@ def finish(
             if options.accuracy_problems:
                 summary["accuracy"] = accuracies(model, corpus.tokenizer, options.accuracy_problems)
     summary["wall_seconds"] = round(time.monotonic() - begun, 1)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -216,21 +210,3 @@ def _announce(options: Options, model: Any, corpus: Any, device: Any, clock: Any
         file=sys.stderr,
         flush=True,
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m looped.train.pretrain`, the same as `looped train`."""
-    from looped.options import HelpRequested, parse
-
-    try:
-        return run(parse(Options, sys.argv[1:] if argv is None else argv, "looped train"))
-    except HelpRequested as text:
-        print(text)
-        return 0
-    except LoopedError as error:
-        print(f"looped: error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

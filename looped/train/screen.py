@@ -84,7 +84,7 @@ def run(options: Options) -> int:
 
 def _start(options: Options, variant: Variant, index: int) -> subprocess.Popen[bytes]:
     assert options.output is not None
-    command = [sys.executable, "-m", "looped.train.pretrain", "--config", str(variant.recipe)]
+    command = [sys.executable, "-m", "looped", "train", "--config", str(variant.recipe)]
     command += ["--output", str(options.output / variant.name), "--overwrite", "--finish"]
     command += ["--max-seconds", str(options.seconds)]
     if options.data is not None:

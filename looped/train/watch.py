@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ import lightning
 import torch
 
 from looped.config import ModelConfig
+from looped.files import whole
 from looped.train import schedule
 from looped.train.build import PEAK_FLOPS, flops_per_token
 from looped.train.module import Pretraining
@@ -92,9 +92,8 @@ class Watch(lightning.Callback):
     def save(self, trainer: lightning.Trainer) -> None:
         """Write the checkpoint, whole or not at all; its time does not count as a step's."""
         before = time.monotonic()
-        partial = self.folder / (CHECKPOINT + ".partial")
-        trainer.save_checkpoint(partial)
-        os.replace(partial, self.folder / CHECKPOINT)
+        with whole(self.folder / CHECKPOINT) as partial:
+            trainer.save_checkpoint(partial)
         self.saved = time.monotonic()
         self.paused += self.saved - before
 

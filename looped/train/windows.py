@@ -143,7 +143,10 @@ def _build(config: DataConfig, as_found: bool) -> Path:
     if as_found and (Path(config.folder) / MANIFEST).is_file():
         return Path(config.folder)
     bar = progress(max(1, -(-config.tokens // (config.seq_len + 1))), f"data {Path(config.folder).name}")
-    return build_dataset(config, lambda done, _: bar.advance(done - bar.done))
+    folder = build_dataset(config, lambda done, _: bar.advance(done - bar.done))
+    if bar.done:
+        bar.close()
+    return folder
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pyt
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("looped.eval.report.os.replace", full)
+    monkeypatch.setattr("looped.files.os.replace", full)
     with pytest.raises(report.LoopedError, match="No space left on device"):
         report.write(tmp_path, {"scores": {"new": {}}}, [])
     assert sorted(file.name for file in tmp_path.iterdir()) == before

@@ -75,6 +75,9 @@ def test_max_loops(tmp_path: Path) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(LoopedError, match="did you mean 'tiny-ouro'"):
         load("tiny-our")
+    for device, message in (("tpu", "unknown device 'tpu'"), ("cuda:99", "no device 'cuda:99' here")):
+        with pytest.raises(LoopedError, match=message):
+            load("tiny-ouro", device=device)
     with pytest.raises(LoopedError, match="unknown dtype"):
         load("tiny-ouro", dtype="float16")
     with pytest.raises(LoopedError, match="could not be reached"):
