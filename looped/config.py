@@ -54,6 +54,9 @@ class ModelConfig:
         for name in (*sizes, "num_core_layers", "max_loops", "trained_loops", "max_positions"):
             if getattr(self, name) < 1:
                 raise LoopedError(f"model config: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_prelude_layers", "num_coda_layers"):
+            if getattr(self, name) < 0:
+                raise LoopedError(f"model config: {name} must not be negative, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise LoopedError(
                 f"model config: {self.num_heads} attention heads cannot be shared by {self.num_kv_heads} KV heads"

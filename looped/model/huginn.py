@@ -7,52 +7,51 @@ from typing import Any
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
-from looped.model.mapping import Piece, first, ids, need
+from looped.model.mapping import Keys, Piece
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
-    need(raw, "vocab_size", "n_embd", "n_heads", "intermediate_size", "mean_recurrence")
-    need(raw, "n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
-    if raw.get("bias"):
+    keys = Keys(raw)
+    keys.need("vocab_size", "n_embd", "n_heads", "intermediate_size", "mean_recurrence")
+    keys.need("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
+    if keys.holds("bias"):
         raise LoopedError("Huginn checkpoints with linear biases are not supported")
-    width, heads, loops = raw["n_embd"], raw["n_heads"], raw["mean_recurrence"]
-    init = raw.get("init_values") or {}
+    width, heads, loops = keys.count("n_embd"), keys.count("n_heads"), keys.repeats("mean_recurrence")
+    end_turn = _special(keys, 65508)  # the official loops always stop on it as well
     return ModelConfig(
         family="huginn",
-        vocab_size=first(raw.get("padded_vocab_size"), raw["vocab_size"]),
+        vocab_size=keys.count("padded_vocab_size", keys.count("vocab_size")),
         hidden_size=width,
-        intermediate_size=raw["intermediate_size"],
+        intermediate_size=keys.count("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=first(raw.get("num_key_value_heads"), heads),
-        head_dim=first(raw.get("head_dim"), width // heads),
-        num_prelude_layers=raw["n_layers_in_prelude"],
-        num_core_layers=raw["n_layers_in_recurrent_block"],
-        num_coda_layers=raw["n_layers_in_coda"],
+        num_kv_heads=keys.count("num_key_value_heads", heads),
+        head_dim=keys.count("head_dim", width // heads),
+        num_prelude_layers=keys.repeats("n_layers_in_prelude", least=0),
+        num_core_layers=keys.repeats("n_layers_in_recurrent_block"),
+        num_coda_layers=keys.repeats("n_layers_in_coda", least=0),
         max_loops=loops,
         trained_loops=loops,
-        max_positions=first(raw.get("block_size"), 4096),
-        rope_theta=float(first(raw.get("rope_base"), 50000)),
-        norm_eps=first(raw.get("norm_eps"), 1e-6),
+        max_positions=keys.count("block_size", 4096),
+        rope_theta=float(keys.number("rope_base", 50000.0)),
+        norm_eps=keys.number("norm_eps", 1e-6),
         loop_norm=False,
         injection=True,
         norm_after_sum=True,
         rope_interleaved=True,
-        tie_embeddings=first(raw.get("tie_embeddings"), True),
-        qk_bias=first(raw.get("qk_bias"), True),
-        embed_scale=first(init.get("embed_scale"), math.sqrt(width)),
-        bos_id=first(raw.get("bos_token_id"), _special(raw, 65504)),
-        # the official loops always stop on end_turn as well (65508)
-        eos_ids=ids(first(raw.get("eos_token_id"), _special(raw, 65505)))
-        + tuple(i for i in (_special(raw, 65508),) if i is not None),
-        pad_id=first(raw.get("pad_token_id"), _special(raw, 65509)),
-        exit_threshold=first(raw.get("exit_threshold"), 0.03),
-        default_layout=first(raw.get("looped_layout"), "shared"),
+        tie_embeddings=keys.flag("tie_embeddings", True),
+        qk_bias=keys.flag("qk_bias", True),
+        embed_scale=keys.section("init_values").number("embed_scale", math.sqrt(width)),
+        bos_id=keys.token("bos_token_id", _special(keys, 65504)),
+        eos_ids=keys.tokens("eos_token_id", _special(keys, 65505)) + (() if end_turn is None else (end_turn,)),
+        pad_id=keys.token("pad_token_id", _special(keys, 65509)),
+        exit_threshold=keys.number("exit_threshold", 0.03),
+        default_layout=keys.text("looped_layout", "shared"),
     )
 
 
-def _special(raw: dict[str, Any], token_id: int) -> int | None:
+def _special(keys: Keys, token_id: int) -> int | None:
     """Huginn's own special tokens exist only with its own vocabulary of 65,536."""
-    return token_id if raw["vocab_size"] == 65536 else None
+    return token_id if keys.count("vocab_size") == 65536 else None
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

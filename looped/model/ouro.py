@@ -6,41 +6,42 @@ from typing import Any
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
-from looped.model.mapping import Piece, first, ids, need
+from looped.model.mapping import Keys, Piece
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
-    need(raw, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys = Keys(raw)
+    keys.need("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if raw.get("rope_scaling") is not None:
         raise LoopedError("Ouro checkpoints with rope_scaling are not supported")
-    if raw.get("use_sliding_window"):
+    if keys.holds("use_sliding_window"):
         raise LoopedError("Ouro checkpoints with sliding-window attention are not supported")
-    heads = raw["num_attention_heads"]
-    loops = first(raw.get("total_ut_steps"), 4)
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    loops = keys.repeats("total_ut_steps", 4)
     return ModelConfig(
         family="ouro",
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
+        vocab_size=keys.count("vocab_size"),
+        hidden_size=width,
+        intermediate_size=keys.count("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=first(raw.get("num_key_value_heads"), heads),
-        head_dim=first(raw.get("head_dim"), raw["hidden_size"] // heads),
+        num_kv_heads=keys.count("num_key_value_heads", heads),
+        head_dim=keys.count("head_dim", width // heads),
         num_prelude_layers=0,
-        num_core_layers=raw["num_hidden_layers"],
+        num_core_layers=keys.repeats("num_hidden_layers"),
         num_coda_layers=0,
         max_loops=loops,
         trained_loops=loops,
-        max_positions=first(raw.get("max_position_embeddings"), 32768),
-        rope_theta=float(first(raw.get("rope_theta"), 10000.0)),
-        norm_eps=first(raw.get("rms_norm_eps"), 1e-6),
-        loop_norm=first(raw.get("loop_norm"), True),
+        max_positions=keys.count("max_position_embeddings", 32768),
+        rope_theta=float(keys.number("rope_theta", 10000.0)),
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        loop_norm=keys.flag("loop_norm", True),
         exit_gate=True,
-        tie_embeddings=first(raw.get("tie_word_embeddings"), False),
-        bos_id=raw.get("bos_token_id"),
-        eos_ids=ids(raw.get("eos_token_id")),
-        pad_id=raw.get("pad_token_id"),
-        exit_threshold=first(raw.get("early_exit_threshold"), 1.0),
-        default_layout=first(raw.get("looped_layout"), "ragged"),
+        tie_embeddings=keys.flag("tie_word_embeddings", False),
+        bos_id=keys.token("bos_token_id"),
+        eos_ids=keys.tokens("eos_token_id"),
+        pad_id=keys.token("pad_token_id"),
+        exit_threshold=keys.number("early_exit_threshold", 1.0),
+        default_layout=keys.text("looped_layout", "ragged"),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +96,39 @@ def test_refused_configs() -> None:
         ouro_config(max_loops=0)
     with pytest.raises(LoopedError, match="rope_scaling"):
         ouro.config_from_hf(ouro.config_to_hf(ouro_config()) | {"rope_scaling": {"type": "yarn"}})
+
+
+WRONG_VALUES = ["12", -2, 1.5, [1], {}, True, 10**30]
+
+
+@pytest.mark.parametrize("family", [ouro, huginn])
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=repr)
+def test_a_value_of_the_wrong_type_is_refused_by_name(family: Any, value: Any) -> None:
+    raw = family.config_to_hf(ouro_config() if family is ouro else huginn_config())
+    sizes = {"hidden_size", "n_embd", "num_attention_heads", "n_heads", "num_hidden_layers", "n_layers_in_coda"}
+    sizes |= {"vocab_size", "head_dim", "total_ut_steps", "mean_recurrence", "intermediate_size", "block_size"}
+    for name in sizes & set(raw):
+        with pytest.raises(LoopedError, match=f"config.json: {name} must be a whole number"):
+            family.config_from_hf(raw | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("rope_theta", "x", "a number"),
+        ("early_exit_threshold", math.nan, "a number"),
+        ("rms_norm_eps", -1e-6, "a number"),
+        ("tie_word_embeddings", "no", "true or false"),
+        ("looped_layout", 3, "a text"),
+        ("eos_token_id", [["a"]], "a token id"),
+        ("bos_token_id", [1, 2], "one token id"),
+    ],
+)
+def test_other_types(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(LoopedError, match=f"config.json: {name} must be {wanted}"):
+        ouro.config_from_hf(ouro.config_to_hf(ouro_config()) | {name: value})
+
+
+def test_null_is_a_key_left_out() -> None:
+    raw = ouro.config_to_hf(ouro_config(head_dim=6))
+    assert ouro.config_from_hf(raw | {"head_dim": None, "looped_layout": None}) == ouro_config(head_dim=6)
