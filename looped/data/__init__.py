@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from looped.data.build import build, build_dataset
+from looped.data.build import build_dataset
 from looped.data.documents import load_documents
 from looped.data.evalsets import EVAL_SETS, eval_items
 from looped.data.mixture import DataConfig, Mix
+from looped.data.packed import PackedSet, read_packed
 from looped.data.packing import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
-from looped.data.prompts import prompts
-from looped.data.windows import Batch, Windows
 
 __all__ = [
     "ANSWER_NUMBER",
     "ANSWER_SIDE",
     "DIRECT",
     "EVAL_SETS",
-    "Batch",
     "DataConfig",
     "Mix",
-    "Windows",
-    "build",
+    "PackedSet",
     "build_dataset",
     "eval_items",
     "load_documents",
-    "prompts",
+    "read_packed",
 ]

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from looped.data import tokenizer as tokenizers_
-from looped.data.mixture import DataConfig, Mix, Sources, read_sources
+from looped.data.mixture import DataConfig, Sources, read_sources
 from looped.data.packing import Packer
 from looped.errors import LoopedError
 from looped.files import write_text
@@ -49,13 +48,6 @@ def build_dataset(config: DataConfig, progress: Progress | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _fill(config, sources, identity, folder, progress)
     return folder
-
-
-def build(
-    folder: str | Path, tokens: int, seed: int = 0, workers: int = 0, mix: Mix | None = None, **options: Any
-) -> Path:
-    """`build_dataset` with plain arguments; `options` are the other fields of DataConfig."""
-    return build_dataset(DataConfig(str(folder), tokens, seed, workers, mix=mix or Mix(), **options))
 
 
 _OWN = {"tokens.npy", "mask.npy", "job.json", MANIFEST}

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOSS_NAMES = ("kl", "paper")
-
 
 def fold(hazards: Tensor, min_depth: int) -> Tensor:
     """Hazards lambda_1..lambda_{R-1} [..., R-1] seen from `min_depth` on: [..., R-min_depth].

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, build_dataset
-from looped.data import Windows as PackedWindows
+from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, build_dataset, read_packed
 from looped.data.build import MANIFEST
 from looped.data.tokenizer import END_ID, PAD_ID, VOCAB_SIZE
 from looped.data.tokenizer import folder as tokenizer_folder
@@ -65,7 +64,7 @@ class Windows:
     @classmethod
     def read(cls, folder: Path, device: torch.device, seed: int) -> Windows:
         """All windows of a packed data set."""
-        packed = PackedWindows(folder)
+        packed = read_packed(folder)
         tokens = torch.from_numpy(np.array(packed.tokens).view(np.int16)).to(device)
         return cls(tokens, torch.from_numpy(np.array(packed.mask)).to(device), seed)
 

@@ -5,12 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, Mix, Windows, build, build_dataset
+from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, Mix, build_dataset, read_packed
 from looped.data import tokenizer as tokenizers_
 from looped.data.exemplars import prefix
 from looped.errors import LoopedError
 
 TOKENIZER = tokenizers_.load()
+
+
+def build(folder, tokens, **options):
+    return build_dataset(DataConfig(str(folder), tokens, **options))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def packed(tmp_path_factory):
 def test_workers_do_not_change_the_result(tmp_path):
     options = {"tokens": 2100 * 65, "seq_len": 64, "seed": 3}
     one, two = build(tmp_path / "one", workers=1, **options), build(tmp_path / "two", workers=2, **options)
-    assert Windows(one).tokens.shape == (2100, 65)
+    assert read_packed(one).tokens.shape == (2100, 65)
     for name in ("tokens.npy", "mask.npy"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     other = build(tmp_path / "other", workers=1, **{**options, "seed": 4})
@@ -30,12 +34,12 @@ def test_workers_do_not_change_the_result(tmp_path):
 
 def test_a_longer_set_starts_with_the_shorter_one(packed, tmp_path):
     longer = build(tmp_path / "longer", 500_000, seed=7, workers=1)
-    short, long = Windows(packed), Windows(longer)
-    assert np.array_equal(long.tokens[: len(short)], short.tokens)
+    short, long = read_packed(packed), read_packed(longer)
+    assert np.array_equal(long.tokens[: len(short.tokens)], short.tokens)
 
 
 def test_masks_mark_the_answers(packed):
-    windows = Windows(packed)
+    windows = read_packed(packed)
     seen_direct = 0
     for row in range(40):
         ids, mask = windows.tokens[row].tolist(), windows.mask[row]
@@ -60,7 +64,7 @@ def test_masks_mark_the_answers(packed):
 
 
 def test_answer_side_starts_after_the_colon(packed):
-    windows = Windows(packed)
+    windows = read_packed(packed)
     for row in range(20):
         side = (windows.mask[row] & ANSWER_SIDE) != 0
         for i in np.flatnonzero(side[1:] & ~side[:-1]) + 1:
@@ -68,7 +72,7 @@ def test_answer_side_starts_after_the_colon(packed):
 
 
 def test_windows_start_with_a_question_or_the_exemplars(packed):
-    windows = Windows(packed)
+    windows = read_packed(packed)
     starts = [TOKENIZER.decode(row[:40].tolist()) for row in windows.tokens]
     assert all(s.startswith("Q: ") for s in starts)
     shots = sum(s.startswith("Q: There are 15 trees in the grove.") for s in starts)
@@ -78,35 +82,17 @@ def test_windows_start_with_a_question_or_the_exemplars(packed):
 
 
 def test_shares_are_near_the_mix(packed):
-    share = Windows(packed).manifest["token_share"]
+    share = read_packed(packed).manifest["token_share"]
     ratio = share["drills"] / share["words"]
     assert abs(ratio - 0.22 / 0.78) < 0.05
     assert "gsm8k" not in share
 
 
-def test_order_is_a_permutation_and_resumes(packed):
-    windows = Windows(packed, seed=1)
-    size = len(windows)
-    assert sorted(windows.order(0)) == list(range(size))
-    assert not np.array_equal(windows.order(0), windows.order(1))
-    steps = [windows.batch(step, 100).tokens for step in range(6)]
-    again = Windows(packed, seed=1)
-    for step in (5, 2, 0):
-        assert np.array_equal(again.batch(step, 100).tokens, steps[step])
-    first = np.concatenate(steps)[:size]
-    assert np.array_equal(np.sort(first, axis=0), np.sort(np.asarray(windows.tokens, np.int64), axis=0))
-    tokens, mask = windows[3]
-    assert np.array_equal(tokens, steps[0][3])
-    assert tokens.shape == mask.shape == (1537,)
-    with pytest.raises(IndexError):
-        windows[size]
-
-
 def test_evaluation_split_shares_no_window(packed, tmp_path):
-    evaluation = Windows(build(tmp_path / "eval", 50_000, seed=7, workers=1, split="eval"))
+    evaluation = read_packed(build(tmp_path / "eval", 50_000, seed=7, workers=1, split="eval"))
     text = TOKENIZER.decode(np.asarray(evaluation.tokens).ravel().tolist(), skip_special_tokens=False)
     questions = {d.split("\nA:")[0] for d in text.split("Q: ")[1:]}
-    training = TOKENIZER.decode(np.asarray(Windows(packed).tokens).ravel().tolist(), skip_special_tokens=False)
+    training = TOKENIZER.decode(np.asarray(read_packed(packed).tokens).ravel().tolist(), skip_special_tokens=False)
     shared = questions & {d.split("\nA:")[0] for d in training.split("Q: ")[1:]}
     complete = [q for q in shared if q.endswith(("?", ".")) and q not in prefix()]
     assert len(questions) > 300
@@ -124,7 +110,7 @@ def test_gsm8k_and_text_sources(tmp_path, gsm8k_folder):
         text=(str(note),),
         mix=Mix(words=0.4, drills=0.2, gsm8k=0.3, text=0.1),
     )
-    windows = Windows(folder)
+    windows = read_packed(folder)
     share = windows.manifest["token_share"]
     assert abs(share["gsm8k"] - 0.3 * (1 - share["exemplars"])) < 0.06
     assert 0.02 < share["text"] < 0.15
@@ -154,5 +140,5 @@ def test_bad_folders_and_sources(tmp_path):
     with pytest.raises(LoopedError, match="it has problem, solution"):
         build(tmp_path / "b", 1000, gsm8k=str(rows))
     with pytest.raises(LoopedError, match="holds no packed data set"):
-        Windows(tmp_path)
+        read_packed(tmp_path)
     assert not (tmp_path / "a").exists()

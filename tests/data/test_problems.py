@@ -7,7 +7,6 @@ import pytest
 
 from looped.data.drills import DRILLS, SINGLE_DIGIT, draw_drill, drill_problems
 from looped.data.evalsets import EVAL_SETS, eval_file, eval_items, eval_problems
-from looped.data.prompts import prompts
 from looped.data.wordmath.generate import unseen_problems, word_problems
 from looped.data.wordmath.problem import LARGEST, held_out
 from looped.data.wordmath.registry import HELD_OUT, TRAINED, draw
@@ -225,10 +224,3 @@ def test_committed_evaluation_files_are_what_the_generator_writes(name, reposito
 def test_unknown_evaluation_set_is_named():
     with pytest.raises(LoopedError, match="did you mean 'heldout'"):
         next(eval_problems("held-out"))
-
-
-def test_prompts():
-    texts = prompts(5, seed=1, kind="drills")
-    assert texts == prompts(5, seed=1, kind="drills") != prompts(5, seed=2, kind="drills")
-    assert all(t.startswith("Q: ") and t.endswith("\nA:") for t in texts)
-    assert prompts(1, num_fewshot=8)[0].count("Q: ") == 9

@@ -42,7 +42,6 @@ GOODS = (
 FOODS = "sandwich muffin pie cake bagel burger salad soup pizza donut cookie juice coffee tea taco".split()
 CROPS = "tomatoes carrots onions potatoes melons pumpkins beans peppers cabbages beets".split()
 ANIMALS = "cows sheep goats chickens ducks horses pigs rabbits geese turkeys".split()
-PLACES = "school library museum park market office station farm".split()
 CONTAINERS = "box bag basket jar crate tray drawer shelf".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times", 6: "six times"}
@@ -86,9 +85,6 @@ class Dice:
 
     def thing(self) -> str:
         return self.choice(THINGS)
-
-    def things(self, count: int) -> list[str]:
-        return self.sample(THINGS, count)
 
     def good(self) -> str:
         return self.choice(GOODS)

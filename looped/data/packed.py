@@ -1,0 +1,31 @@
+"""Reads a packed set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from looped.data.build import MANIFEST
+from looped.errors import LoopedError
+
+
+class PackedSet(NamedTuple):
+    """Windows [N, T + 1] and the marks of their tokens [N, T + 1], left on disk; what `build_dataset` says of them."""
+
+    tokens: NDArray[np.uint16]
+    mask: NDArray[np.uint8]
+    manifest: dict[str, Any]
+
+
+def read_packed(folder: str | Path) -> PackedSet:
+    """The set in a folder that `build_dataset` wrote. Raises LoopedError where there is none."""
+    path = Path(folder)
+    if not (path / MANIFEST).is_file():
+        raise LoopedError(f"{path} holds no packed data set; build one with looped.data.build_dataset first.")
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    tokens, mask = (np.load(path / name, mmap_mode="r") for name in ("tokens.npy", "mask.npy"))
+    return PackedSet(tokens, mask, manifest)
