@@ -14,16 +14,16 @@ from torch import Tensor
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
 from looped.train import exits
-from looped.train.lastplane import LastPlane
+from looped.train.kept import BestAvailable, LastPlane
 from looped.train.losses import chunked_loss, logits_loss
 from looped.train.objective import (
     correlation,
-    dense_readouts,
     gate_hazard,
     initial_state,
     interpolated,
     ragged_readout,
     record_last_plane,
+    relative_change,
 )
 from looped.train.windows import Batch, Windows
 
@@ -109,11 +109,11 @@ def _tables(model: LoopedLM, batch: Batch) -> _Tables:
     if model.config.injection:
         losses, change = _recurrent_losses(model, batch)
         return _Tables(losses, None, change, flat)
-    readouts = dense_readouts(model, batch.inputs, model.config.max_loops)
+    readouts = model.states(batch.inputs)
     losses = torch.stack([_head_losses(model, z, batch) for z in readouts], -1)
     pi = exits.exit_distribution(torch.cat([gate_hazard(model, z) for z in readouts], -1)).flatten(0, 1)
     changes = [torch.ones_like(losses[:, 0])]
-    changes += [_change(after, before) for before, after in itertools.pairwise(readouts)]
+    changes += [relative_change(after, before).flatten().cpu() for before, after in itertools.pairwise(readouts)]
     return _Tables(losses, pi.cpu(), torch.stack(changes, -1), flat)
 
 
@@ -131,12 +131,6 @@ def _head_losses(model: LoopedLM, z: Tensor, batch: Batch) -> Tensor:
     return chunked_loss(z, model.head.weight, batch.targets).flatten().cpu()
 
 
-def _change(after: Tensor, before: Tensor) -> Tensor:
-    after, before = after.float(), before.float()
-    change: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / torch.linalg.vector_norm(after, dim=-1)
-    return change.flatten().cpu()
-
-
 def _recurrent_losses(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
     """Losses and relative change [N, R] of a model with an initial state, K/V by depth."""
     positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
@@ -145,7 +139,7 @@ def _recurrent_losses(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
     for step in range(1, model.config.max_loops + 1):
         before, h = h, model.core(h, injection, positions, step, dense_causal)
         losses.append(logits_loss(model.coda(h, positions, dense_causal), batch.targets).flatten().cpu())
-        changes.append(_change(h, before))
+        changes.append(relative_change(h, before).flatten().cpu())
     return torch.stack(losses, -1), torch.stack(changes, -1)
 
 
@@ -233,7 +227,7 @@ def threshold_exit(model: LoopedLM, threshold: float) -> Callable[[Tensor, int],
 def _ragged(model: LoopedLM, batches: list[Batch], threshold: float) -> tuple[Tensor, Tensor]:
     """Losses and depths [N] of ragged forwards in which every token exits at the threshold."""
     losses, depths = [], []
-    attend = exits.BestAvailable()
+    attend = BestAvailable()
     for batch in batches:
         leave = threshold_exit(model, threshold)
         z, depth = ragged_readout(model, batch.inputs, model.config.max_loops, attend, leave)

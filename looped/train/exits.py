@@ -1,6 +1,6 @@
-"""Exit distributions in training: hazards, priors, and the K/V that a ragged forward reads."""
+"""Exit distributions in training: hazards, priors, divergences."""
 
-# B rows, T tokens, R loop steps, H heads, K head dimension; leading dimensions [...] are free
+# R loop steps; leading dimensions [...] are free
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-
-from looped.model.attention import dense_causal
 
 PriorName = Literal["poisson", "geometric", "uniform"]
 
@@ -75,30 +73,3 @@ def hard_exits(pi: Tensor, threshold: float) -> Tensor:
     reached = pi.cumsum(-1) >= threshold
     reached[..., -1] = True
     return reached.int().argmax(-1) + 1
-
-
-class BestAvailable:
-    """`attend` of one ragged forward: position j offers step r's queries its K/V of step min(r, e_j).
-
-    Set `active` [B, T] (tokens that still loop) before every step; call `reset` before every forward. Exact for causal
-    attention without a loop over tokens, because whether j is active at step r depends on nothing to its right.
-    """
-
-    def __init__(self) -> None:
-        self.active: Tensor | None = None
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def reset(self) -> None:
-        self.active = None
-        self._kept.clear()
-
-    # opaque to the compiler: which layer and step this is must not become part of a compiled block
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = k.to(v.dtype), v
-        if layer in self._kept and self.active is not None:
-            old_k, old_v = self._kept[layer]
-            active = self.active[..., None, None]
-            k, v = torch.where(active, k, old_k), torch.where(active, v, old_v)
-        self._kept[layer] = (k, v)
-        return dense_causal(layer, q.to(v.dtype), k, v)

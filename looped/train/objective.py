@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
 from looped.train import exits
-from looped.train.lastplane import LastPlane
+from looped.train.kept import BestAvailable, LastPlane
 from looped.train.losses import chunked_loss, head_loss, logits_loss
 from looped.train.recipe import Objective, Recurrence
 from looped.train.windows import Batch
@@ -74,7 +74,7 @@ class OuroLoss:
     def __init__(self, options: Objective, num_loops: int, token_loss: Callable[..., Tensor] = head_loss) -> None:
         self.options, self.num_loops = options, num_loops
         self.prior = exits.exit_prior(options.prior, num_loops)
-        self.attend = exits.BestAvailable()
+        self.attend = BestAvailable()
         self.token_loss = token_loss
 
     def __call__(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
@@ -82,7 +82,7 @@ class OuroLoss:
         return self.ragged(model, batch, moment) if ragged else self.dense(model, batch, moment)
 
     def dense(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
-        readouts = dense_readouts(model, batch.inputs, self.num_loops)
+        readouts = model.states(batch.inputs, self.num_loops)
         hazards = torch.cat([gate_hazard(model, z) for z in readouts], -1)
         pi = exits.exit_distribution(hazards)
         losses = torch.stack([self._loss(model, z, batch.targets) for z in readouts], -1)
@@ -154,22 +154,11 @@ class OuroLoss:
         return log
 
 
-def dense_readouts(model: LoopedLM, inputs: Tensor, num_loops: int) -> list[Tensor]:
-    """Readouts z_1..z_R, each [B, T, D], of a model without an initial state, with gradients."""
-    positions = torch.arange(inputs.shape[-1], device=inputs.device)
-    h, injection = model.prelude(inputs, positions, dense_causal, None)
-    readouts = []
-    for step in range(1, num_loops + 1):
-        h = model.core(h, injection, positions, step, dense_causal)
-        readouts.append(model.readout(h))
-    return readouts
-
-
 def ragged_readout(
     model: LoopedLM,
     inputs: Tensor,
     num_loops: int,
-    attend: exits.BestAvailable,
+    attend: BestAvailable,
     leave: Callable[[Tensor, int], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """One parallel forward in which tokens exit: readout at the exit [B, T, D] and its depth [B, T].
@@ -250,7 +239,7 @@ class HuginnLoss:
                 total = total + self.options.shallow_weight * early
                 log[f"ce_{step}"] = early.detach()
             if step == steps:
-                change = relative_change(h.detach(), before.detach())
+                change = relative_change(h.detach(), before.detach()).mean()
         losses = self._loss(model, h, positions, batch)
         total = (total + self._mean(losses, batch)) / (1 + (self.options.shallow_weight if shallow else 0.0))
         self.last_plane.reset()
@@ -309,7 +298,7 @@ def initial_state(model: LoopedLM, inputs: Tensor, seed: int) -> Tensor | None:
 
 
 def relative_change(after: Tensor, before: Tensor) -> Tensor:
-    """Mean over tokens of ||after - before|| / ||after||, states [B, T, D]: the convergence gate's quantity."""
+    """||after - before|| / ||after|| of states [B, T, D]: [B, T], the convergence gate's quantity."""
     after, before = after.float(), before.float()
     change: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / torch.linalg.vector_norm(after, dim=-1)
-    return change.mean()
+    return change

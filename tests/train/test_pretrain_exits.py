@@ -12,9 +12,9 @@ from looped.model import LoopedLM
 from looped.train import exits
 from looped.train.build import new_model
 from looped.train.evaluate import exit_score, first_below, threshold_exit
-from looped.train.lastplane import LastPlane
+from looped.train.kept import BestAvailable, LastPlane
 from looped.train.losses import chunked_loss
-from looped.train.objective import correlation, dense_readouts, gate_hazard, interpolated, ragged_readout
+from looped.train.objective import correlation, gate_hazard, interpolated, ragged_readout
 from looped.train.recipe import Init, Shape, model_config
 
 
@@ -80,8 +80,8 @@ def test_hard_exits() -> None:
 def test_ragged_forward_is_dense_when_no_token_leaves() -> None:
     model = micro()
     tokens = torch.randint(0, 32, (3, 12))
-    z, depth = ragged_readout(model, tokens, 4, exits.BestAvailable(), lambda z, step: torch.zeros_like(tokens).bool())
-    torch.testing.assert_close(z, dense_readouts(model, tokens, 4)[-1])
+    z, depth = ragged_readout(model, tokens, 4, BestAvailable(), lambda z, step: torch.zeros_like(tokens).bool())
+    torch.testing.assert_close(z, model.states(tokens, 4)[-1])
     assert (depth == 4).all()
 
 
@@ -106,7 +106,7 @@ class _OneToken:
 def test_ragged_forward_is_token_by_token_decoding() -> None:
     model = micro()
     tokens = torch.randint(0, 32, (1, 14))
-    z, depth = ragged_readout(model, tokens, 4, exits.BestAvailable(), threshold_exit(model, 0.5))
+    z, depth = ragged_readout(model, tokens, 4, BestAvailable(), threshold_exit(model, 0.5))
     assert len(set(depth.flatten().tolist())) > 1
     attend = _OneToken()
     for i in range(tokens.shape[1]):
