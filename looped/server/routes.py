@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.background import BackgroundTask
 
 from looped import __version__
 from looped.server.admission import check_model, tokenize
@@ -43,7 +44,10 @@ async def chat_completions(body: ChatRequest, request: Request, service: Served)
 async def _respond(request: Request, admission: Coroutine[Any, Any, Answer], streaming: bool) -> Response:
     """The answer to a request, as events or as one body. Nothing is sent before the engine has taken the request."""
     if streaming:
-        return StreamingResponse(stream(await admission), media_type="text/event-stream", headers=HEADERS)
+        answer = await admission
+        # A client that leaves before the first event is sent: the stream never starts, so it cannot abort anything.
+        leave = BackgroundTask(answer.close)
+        return StreamingResponse(stream(answer), headers=HEADERS, media_type="text/event-stream", background=leave)
     body = await _while_connected(request, _finished(admission))
     return Response(status_code=CLIENT_CLOSED) if body is None else JSONResponse(body)
 

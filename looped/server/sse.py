@@ -30,6 +30,10 @@ class Answer:
     include_usage: bool = False
     running_usage: bool = False
 
+    async def close(self) -> None:
+        """Abort what has not finished."""
+        self.ticket.close()
+
     def choices(self) -> dict[str, Choice]:
         return {request.key: Choice(index) for index, request in enumerate(self.work.requests)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -19,8 +20,13 @@ import openai
 import pytest
 
 from looped.errors import LoopedError
-from looped.server.engine_thread import Loaded, State
+from looped.infer.request import Request
+from looped.server.admission import Work
+from looped.server.engine_thread import EngineThread, Loaded, State, Ticket
+from looped.server.responses import CompletionShape
+from looped.server.routes import _respond
 from looped.server.serve import bind
+from looped.server.sse import Answer
 from tests.conftest import REPOSITORY, Ran
 from tests.server.conftest import running, write_tokenizer
 from tests.server.fake import FakeEngine
@@ -69,6 +75,45 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
         assert not engine.running
         engine.pace.set()
         assert run.client().completions.create(**ASK).choices[0].text == "xxx"  # type: ignore[call-overload]
+
+
+def test_a_client_that_leaves_before_the_first_event_aborts_its_request() -> None:
+    thread = EngineThread(FakeEngine().load)
+    ticket = Ticket(thread, ["a"])
+    thread._tickets["a"] = ticket
+
+    async def admitted() -> Answer:
+        return Answer(ticket, Work((Request("a", (1,)),), 1), CompletionShape("a", 0, "fake"))
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        await asyncio.sleep(1)
+
+    async def serve() -> None:
+        response = await _respond(None, admitted(), True)  # type: ignore[arg-type]
+        await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(serve())
+    assert not ticket.open and thread.num_open == 0
+
+
+def test_a_thread_that_was_stopped_while_loading_ends_when_it_has_loaded() -> None:
+    go = threading.Event()
+
+    def load() -> Loaded:
+        go.wait(10)
+        return FakeEngine().load()
+
+    thread, loop = EngineThread(load), asyncio.new_event_loop()
+    thread.start(loop)
+    thread.stop(timeout=0.05)
+    assert thread.alive
+    go.set()
+    thread._thread.join(5)
+    assert not thread.alive
+    loop.close()
 
 
 def test_a_failing_stage_ends_its_requests_alone() -> None:
