@@ -7,6 +7,7 @@ with sub-verbs has `VERBS: dict[str, tuple[Options, run]]` instead. Modules impo
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -37,11 +38,16 @@ VERBS = {
     "demo": Verb("looped.demo", "the whole loop on tiny models: gates, scores, speed, a report", "serve,eval,train"),
     "info": Verb("looped.info", "a model's card: shape, parameters, bytes per token of every layout, gates"),
 }
+# What the file system refuses: a full or read-only disk, a folder without permission, a file where a folder is meant.
+REFUSED = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for a mistake of the user's, 130 for Ctrl-C.
+    """Run one command and return its exit code: 0, 2 for a mistake of the user's or a refusing disk, 130 for Ctrl-C.
 
     An exception that is not a LoopedError is a bug of ours and keeps its traceback; LOOPED_DEBUG=1 shows it for both.
     """
@@ -64,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`looped … | head`). Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    except OSError as error:
+        if error.errno not in REFUSED or os.environ.get("LOOPED_DEBUG"):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(f"looped: error: {error.strerror}{where}", file=sys.stderr)
+        return EXIT_USER_ERROR
 
 
 def _dispatch(argv: list[str]) -> int:

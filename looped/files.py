@@ -8,10 +8,12 @@ One lookup serves a checkout, an editable and a normal install.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from looped.errors import LoopedError
 
@@ -36,10 +38,24 @@ def find(path: str | Path, kind: str) -> Path:
             return candidate
     folder, suffix = Path(path).parent, Path(path).suffix
     places = [place for place in (folder, shipped(folder)) if place.is_dir()]
-    names = [str(folder / file.name) for place in places for file in place.iterdir() if file.suffix == suffix]
+    files = [file for place in places for file in place.iterdir() if file.suffix == suffix and file.is_file()]
+    names = [str(folder / file.name) for file in files]
     near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "give the path of a file that does"
     raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises LoopedError, with the file's name, where it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoopedError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise LoopedError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise LoopedError(f"{path} holds no JSON object")
+    return value
 
 
 @contextmanager

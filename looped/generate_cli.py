@@ -81,6 +81,10 @@ def read_prompt(text: str) -> str:
             text = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise LoopedError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an argument that is not UTF-8 arrives with lone surrogates
+        raise LoopedError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
     if not text.strip():
         raise LoopedError("the prompt is empty; give a text, or - and a text on standard input")
     return text
@@ -141,7 +145,7 @@ class Writer:
     def take(self, output: Output) -> None:
         """Write the text of a token. A character of several tokens takes the colour of the deepest."""
         if output.token is None:
-            raise RuntimeError("the engine gave up on the request: its logits were not finite")
+            raise LoopedError("the model's logits are not finite; the checkpoint may be damaged, or dtype too narrow")
         self._token_ids.append(output.token)
         self._depths.append(output.depth)
         self._finish_reason = output.finish_reason or self._finish_reason

@@ -54,6 +54,8 @@ def get_layout(layout: str | KVLayout) -> KVLayout:
     """The layout of a name: `depth`, `last-exited`, `ragged`, `shared`, `first-shared` or `modulo-m` for m >= 1."""
     if isinstance(layout, KVLayout):
         return layout
+    if not isinstance(layout, str):
+        raise LoopedError(f"a KV layout is given by name, one of {', '.join(LAYOUT_NAMES)}; got {layout!r}")
     match = re.fullmatch(r"modulo-(\d+)", layout)
     if match:
         if int(match[1]) < 1:
@@ -66,6 +68,8 @@ def get_layout(layout: str | KVLayout) -> KVLayout:
         "shared": KVLayout("shared", planes=1),
         "first-shared": KVLayout("first-shared", planes=2),
     }
+    if layout == "modulo-m":
+        raise LoopedError("KV layout 'modulo-m' needs its number of planes in place of m, such as modulo-2")
     if layout not in known:
         raise unknown("KV layout", layout, LAYOUT_NAMES)
     return known[layout]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -126,6 +128,24 @@ def test_a_bug_keeps_its_traceback(cli: Cli, verb: ModuleType) -> None:
     run_verb(verb, lambda options: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         cli("echo", "hi")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ENOTDIR])
+def test_what_the_file_system_refuses_is_one_sentence(cli: Cli, verb: ModuleType, number: int) -> None:
+    def write(options: EchoOptions) -> int:
+        raise OSError(number, os.strerror(number), "out/model.safetensors")
+
+    run_verb(verb, write)
+    assert cli("echo", "hello").refusal == f"{os.strerror(number)}: out/model.safetensors"
+
+
+def test_another_failure_of_the_system_keeps_its_traceback(cli: Cli, verb: ModuleType) -> None:
+    def write(options: EchoOptions) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run_verb(verb, write)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        cli("echo", "hello")
 
 
 def test_a_missing_library_names_the_extra(cli: Cli, verb: ModuleType) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from looped import LLM, SamplingParams
 from looped.analysis.palette import RAMP, ansi, depth_counts, histogram, html, shade
 from looped.gates import native_gate
 from looped.generate_cli import Generated, Writer, legend
 from looped.infer import Output
-from looped.model import load
+from looped.model import load, save
 from tests.conftest import Ran
 from tests.server.conftest import write_checkpoint
 
@@ -116,6 +117,7 @@ def test_prompt_from_standard_input(generate: Callable[..., Ran], monkeypatch: p
         (("--max-tokens", 0), "max_tokens"),
         (("--gate", "none", "--threshold", 0.5), "need a gate"),
         (("--device", "gpu"), "unknown device 'gpu'"),
+        (("--gate", "fixed-99999999999999999999"), "no model has"),
     ],
 )
 def test_bad_input_is_one_sentence(generate: Callable[..., Ran], flags: tuple[object, ...], sentence: str) -> None:
@@ -125,11 +127,16 @@ def test_bad_input_is_one_sentence(generate: Callable[..., Ran], flags: tuple[ob
 def test_more_bad_input(cli: Callable[..., Ran], generate: Callable[..., Ran], micro: Path, tmp_path: Path) -> None:
     assert "context of 128" in generate(prompt="x" * 200).refusal
     assert "prompt is empty" in generate(prompt="").refusal
+    assert "not UTF-8" in generate(prompt="caf\udce9").refusal
     assert "did you mean 'tiny-ouro'?" in cli("generate", "x", "--model", "tiny-oura").refusal
     bare = tmp_path / "bare"
     shutil.copytree(micro, bare)
     (bare / "tokenizer.json").unlink()
     assert "no tokenizer" in cli("generate", "x", "--model", bare, "--device", "cpu").refusal
+    broken = load(micro)
+    broken.norm.weight.fill_(torch.nan)
+    save(broken, tmp_path / "broken")
+    assert "not finite" in cli("generate", "x", "--model", tmp_path / "broken", "--device", "cpu").refusal
 
 
 def test_a_character_of_several_tokens_takes_the_deepest_colour() -> None:

@@ -72,3 +72,7 @@ def test_unknown_layouts() -> None:
         get_layout("raged")
     with pytest.raises(LoopedError, match="at least 1"):
         get_layout("modulo-0")
+    with pytest.raises(LoopedError, match="such as modulo-2"):
+        get_layout("modulo-m")
+    with pytest.raises(LoopedError, match="given by name"):
+        get_layout(3)  # type: ignore[arg-type]

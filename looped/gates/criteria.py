@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Huginn's own cut-off for its latent-difference criterion, for models whose config states none for it.
 _CONVERGENCE_DEFAULT = 0.03
+# Above the loops of any model; what a depth must fit into is an int64.
+_MOST_LOOPS = 1 << 31
 
 
 class ConvergenceGate(Gate):
@@ -72,6 +74,8 @@ class FixedGate(_KnownDepth):
     def __init__(self, n: int) -> None:
         if n < 1:
             raise LoopedError(f"the fixed gate needs a depth of at least 1, got {n}")
+        if n > _MOST_LOOPS:
+            raise LoopedError(f"no model has the {n} loops of the fixed gate")
         self.n = n
 
     @property

@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError, unknown
-from looped.files import write_text
+from looped.files import read_object, write_text
 from looped.model import huginn, ouro, weights
 from looped.model.looped_lm import LoopedLM
 from looped.model.mapping import ids
@@ -158,24 +157,14 @@ def _download(hub_id: str) -> Path:
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModuleType]:
     """A checkpoint's configuration and its family module; a look-alike family is refused by name."""
-    raw = _read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     kind = raw.get("model_type")
     if kind == "nanbeige":
         raise LoopedError("Nanbeige checkpoints are not supported; supported families: Ouro, Huginn")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise LoopedError(f"config.json has model_type {kind!r}; supported: {', '.join(map(repr, FAMILIES))}")
     config: ModelConfig = FAMILIES[kind].config_from_hf(raw)
     if (folder / "generation_config.json").exists():
-        extra = ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
+        extra = ids(read_object(folder / "generation_config.json").get("eos_token_id"))
         config = replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + extra)))
     return config, FAMILIES[kind]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise LoopedError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise LoopedError(f"{path} holds no JSON object")
-    return raw

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from looped.errors import LoopedError
+from looped.files import read_object
 
 
 class Tokenizer:
@@ -22,7 +21,8 @@ class Tokenizer:
             self._inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise LoopedError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        self.settings = _settings(folder / "tokenizer_config.json")
+        config = folder / "tokenizer_config.json"
+        self.settings = read_object(config) if config.exists() else {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the checkpoint puts in front, none at the end."""
@@ -51,16 +51,3 @@ class Tokenizer:
 def find_tokenizer(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer | None:
     """The tokenizer of a checkpoint folder, None when it has none."""
     return Tokenizer(folder, eos_ids) if (folder / "tokenizer.json").exists() else None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    """A `tokenizer_config.json`; empty where there is none."""
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoopedError(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise LoopedError(f"{path} holds no JSON object")
-    return settings

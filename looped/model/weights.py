@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from looped.errors import LoopedError
-from looped.files import whole
+from looped.files import read_object, whole
 from looped.model.looped_lm import LoopedLM
 from looped.model.mapping import Piece
 
@@ -22,10 +21,10 @@ SINGLE = "model.safetensors"
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder, by its index where it is sharded."""
     if (folder / INDEX).exists():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise LoopedError(f"{folder / INDEX} is not a readable index of shards") from error
+        shards = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise LoopedError(f"{folder / INDEX} has no weight_map from tensors to shards")
+        names = sorted(set(shards.values()))
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise LoopedError(f"{folder} lacks the shard {missing[0]} that its index names")

@@ -130,6 +130,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
     edit_config(tmp_path, hidden_size=24, num_hidden_layers=3)
     with pytest.raises(LoopedError, match="lacks 11 tensors"):
         load(tmp_path)
+    for index in ("[]", '{"weight_map": 3}', '{"weight_map": {"a": ["b"]}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(LoopedError, match=r"index\.json"):
+            load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(LoopedError, match="not valid JSON"):
         load(tmp_path)
