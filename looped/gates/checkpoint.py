@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from looped.errors import LoopedError
 from looped.files import whole, write_text
-from looped.gates.hazard import LookaheadGate, PreLoopGate, TrainedGate
+from looped.gates.hazard import Hidden, LookaheadGate, PreLoopGate, TrainedGate
 from looped.gates.protocol import stored_layout
 
 TRAINED: dict[str, type[TrainedGate]] = {"lookahead": LookaheadGate, "pre-loop": PreLoopGate}
+_HIDDEN = ("hidden.weight", "hidden.bias", "hidden.out")
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ def save_gate(gate: TrainedGate, card: GateCard, folder: str | Path) -> None:
     """Write a gate checkpoint; each file appears whole or not at all."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {"weight": gate.weight_NF.float().cpu().contiguous(), "bias": gate.bias_N.float().cpu().contiguous()}
+    tensors = {"weight": gate.weight_NF, "bias": gate.bias_N}
+    if gate.hidden is not None:
+        tensors |= dict(zip(_HIDDEN, gate.hidden, strict=True))
     with whole(out / "gate.safetensors") as partial:
-        save_file(tensors, partial)
+        save_file({name: x.float().cpu().contiguous() for name, x in tensors.items()}, partial)
     write_text(out / "gate.json", json.dumps(dataclasses.asdict(card), indent=2) + "\n")
 
 
@@ -67,11 +70,13 @@ def read_gate(folder: str | Path) -> TrainedGate:
     try:
         tensors = load_file(where / "gate.safetensors")
         weight, bias = tensors["weight"], tensors["bias"]
+        hidden = Hidden(*(tensors[name] for name in _HIDDEN)) if _HIDDEN[0] in tensors else None
     except (SafetensorError, OSError, KeyError) as error:
         raise LoopedError(f"{where / 'gate.safetensors'} is missing or damaged ({error})") from error
     gate = TRAINED[card.kind](
         weight,
         bias,
+        hidden,
         hidden_size=card.hidden_size,
         max_loops=card.max_loops,
         teacher=card.teacher,

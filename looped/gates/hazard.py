@@ -4,13 +4,15 @@ Exit at the first r >= min_depth with C(r) = 1 - prod_{j<=r} (1 - lambda_j) >= q
 folded onto it (ragged KV, eqs. 2-4). A threshold of 1 never exits early.
 """
 
-# B rows, D width, R loop steps
+# B rows, D width, R loop steps, N heads, F features, M hidden units
 
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from looped.errors import LoopedError
@@ -53,13 +55,32 @@ class OuroGate(Gate):
         return (survival,), crosses(survival, step, params)
 
 
+class Hidden(NamedTuple):
+    """A hidden layer beside linear heads: out_NM . gelu(weight_KMF x + bias_KM); K is N, one layer a head, or 1."""
+
+    weight_KMF: Tensor
+    bias_KM: Tensor
+    out_NM: Tensor
+
+
 class TrainedGate(Gate):
-    """A gate distilled from a teacher: linear heads [N, F] with bias [N], bound to that teacher alone."""
+    """A gate distilled from a teacher: linear heads [N, F] with bias [N], bound to that teacher alone.
+
+    `hidden` is added to the linear heads' logits where there is one.
+    """
 
     def __init__(
-        self, weight_NF: Tensor, bias_N: Tensor, *, hidden_size: int, max_loops: int, teacher: str, revision: str
+        self,
+        weight_NF: Tensor,
+        bias_N: Tensor,
+        hidden: Hidden | None = None,
+        *,
+        hidden_size: int,
+        max_loops: int,
+        teacher: str,
+        revision: str,
     ) -> None:
-        self.weight_NF, self.bias_N = weight_NF, bias_N
+        self.weight_NF, self.bias_N, self.hidden = weight_NF, bias_N, hidden
         self.hidden_size, self.max_loops = hidden_size, max_loops
         self.teacher, self.revision = teacher, revision
 
@@ -77,6 +98,8 @@ class TrainedGate(Gate):
         dtype = torch.promote_types(model.dtype, torch.float32)
         bound.weight_NF = self.weight_NF.to(model.device, dtype)
         bound.bias_N = self.bias_N.to(model.device, dtype)
+        if self.hidden is not None:
+            bound.hidden = Hidden(*(x.to(model.device, dtype) for x in self.hidden))
         return bound
 
 
@@ -90,7 +113,13 @@ class LookaheadGate(TrainedGate):
     def hazard(self, z: Tensor, step: Tensor) -> Tensor:
         """Predicted hazard [B] of step `step` + 1 from the readout z [B, D] of `step` [B]."""
         head = (step - 1).clamp(0, self.weight_NF.shape[0] - 1)
-        return torch.sigmoid((wide(z) * self.weight_NF[head]).sum(-1) + self.bias_N[head])
+        x = wide(z)
+        logits = (x * self.weight_NF[head]).sum(-1) + self.bias_N[head]
+        if self.hidden is not None:
+            # every head for every row: rows of a batch may be at different steps
+            active_BNM = F.gelu(torch.einsum("bf,nmf->bnm", x, self.hidden.weight_KMF) + self.hidden.bias_KM)
+            logits = logits + (active_BNM * self.hidden.out_NM).sum(-1).gather(1, head[:, None])[:, 0]
+        return torch.sigmoid(logits)
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
         survival = wide(entry.z0).new_ones(entry.z0.shape[0])
@@ -122,7 +151,11 @@ class PreLoopGate(TrainedGate):
 
     def hazards(self, features_BF: Tensor) -> Tensor:
         """Predicted lambda_1..lambda_{R-1}: [B, R-1]."""
-        return torch.sigmoid(features_BF @ self.weight_NF.T + self.bias_N)
+        logits = features_BF @ self.weight_NF.T + self.bias_N
+        if self.hidden is not None:
+            active_BM = F.gelu(features_BF @ self.hidden.weight_KMF[0].T + self.hidden.bias_KM[0])
+            logits = logits + active_BM @ self.hidden.out_NM.T
+        return torch.sigmoid(logits)
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
         given = entry.z0 if entry.injection is None else entry.injection

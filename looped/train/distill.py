@@ -123,7 +123,7 @@ class Teaching:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of the run; of L-BFGS, runs of `LBFGS_AT_ONCE` of them."""
+        """Optimiser steps of the run; of L-BFGS, which fits heads before any hidden layer, runs of `LBFGS_AT_ONCE`."""
         if self.lbfgs:
             return math.ceil((self.plan.steps or _LBFGS_STEPS) / LBFGS_AT_ONCE)
         if self.plan.steps is not None:

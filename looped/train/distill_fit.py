@@ -29,6 +29,7 @@ from looped.train.distill_data import Corpus
 from looped.train.students import Student
 
 _NOTE_EVERY = 20
+_HIDDEN_STEPS, _HIDDEN_BATCH, _HIDDEN_DECAY = 600, 1024, 0.05
 _CONVERGED = 1e-3
 
 
@@ -48,6 +49,8 @@ class Distillation(lightning.LightningModule):
         self.students, self.heads = teaching.students, nn.ModuleList(teaching.students)
         self.plan, self.steps, self.lbfgs = teaching.plan, teaching.steps, teaching.lbfgs
         self.first_step, self.num_positions = 0, teaching.plan.tokens
+        for student in self.students:
+            student.linear = teaching.lbfgs or not student.hidden
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         total = torch.zeros((), device=batch.hazards.device)
@@ -63,10 +66,20 @@ class Distillation(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.lbfgs:
-            return torch.optim.LBFGS(
-                self.parameters(), max_iter=LBFGS_AT_ONCE, history_size=20, line_search_fn="strong_wolfe"
-            )
-        return torch.optim.AdamW(self.parameters(), lr=self.plan.lr, weight_decay=0.0)
+            heads = [parameter for student in self.students for parameter in (student.weight, student.bias)]
+            return torch.optim.LBFGS(heads, max_iter=LBFGS_AT_ONCE, history_size=20, line_search_fn="strong_wolfe")
+        heads = [parameter for name, parameter in self.named_parameters() if ".hidden." not in name]
+        layers = [parameter for name, parameter in self.named_parameters() if ".hidden." in name]
+        groups = [{"params": heads, "weight_decay": 0.0}, {"params": layers, "weight_decay": _HIDDEN_DECAY}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.plan.lr)
+
+    def begin_hidden(self) -> bool:
+        """Go over from fitted heads to AdamW on all parameters; False where no student has a hidden layer left."""
+        todo = [student for student in self.students if student.hidden and student.linear]
+        for student in todo:
+            student.linear = False
+        self.lbfgs, self.steps = False, _HIDDEN_STEPS
+        return bool(todo)
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Cosine from the peak to zero over the whole run, resumed or not; L-BFGS needs no rate."""
@@ -117,18 +130,25 @@ def distil(teaching: Teaching, corpus: Corpus, unfinished: Unfinished) -> int:
     module = Distillation(teaching)
     if teaching.cached:
         features = collect(teaching, corpus.training())
-        _prepare(teaching.students, features)
-        module.num_positions = len(features.hazards)
-        size = module.num_positions if teaching.lbfgs else teaching.plan.batch_tokens
-        _fit(module, Shuffled(features, size, teaching.plan.seed), [])
+        fit_cached(module, features)
         return len(features.hazards)
     keeper = _Keeper(module, unfinished)
     if unfinished.resume:
         keeper.load()
     else:
         _prepare(teaching.students, next(iter(Streamed(teaching, corpus, 0))))
-    _fit(module, Streamed(teaching, corpus, module.first_step), [keeper])
+    _fit(module, Streamed(teaching, corpus, module.first_step), [keeper], "heads")
     return keeper.positions
+
+
+def fit_cached(module: Distillation, features: Features) -> None:
+    """Train on features in memory: with L-BFGS the heads first, then what a hidden layer adds."""
+    _prepare(module.students, features)
+    module.num_positions = len(features.hazards)
+    size = module.num_positions if module.lbfgs else module.plan.batch_tokens
+    _fit(module, Shuffled(features, size, module.plan.seed), [], "heads")
+    if module.begin_hidden():
+        _fit(module, Shuffled(features, _HIDDEN_BATCH, module.plan.seed), [], "hidden layer")
 
 
 def _prepare(students: list[Student], features: Features) -> None:
@@ -136,12 +156,13 @@ def _prepare(students: list[Student], features: Features) -> None:
         student.prepare(inputs, features.hazards)
 
 
-def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]) -> None:
+def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any], name: str) -> None:
     _quiet()
+    module.train()
     device = next(module.parameters()).device
     left = module.steps - module.first_step
     at_once = LBFGS_AT_ONCE if module.lbfgs else 1
-    with progress(left * at_once, "heads (steps)") as bar:
+    with progress(left * at_once, f"{name} (steps)") as bar:
         trainer = lightning.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=[device.index or 0] if device.type == "cuda" else 1,

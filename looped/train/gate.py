@@ -46,6 +46,7 @@ class Options:
     context_thresholds: tuple[float, float] = option(
         (0.1, 0.9), "teacher thresholds between which the tokens of each document exit while training"
     )
+    hidden: int = option(0, "units of a hidden layer beside the linear heads; 0 means none")
     loss: Literal["kl", "paper"] = option("kl", "survival-weighted hazard loss, or the authors' recipe")
     data: str = option("embedded", "the embedded generator, a .jsonl or .parquet file, or a hub data set")
     tokens: int = option(40_000, "tokens that the teacher reads")
@@ -93,6 +94,8 @@ def check(options: Options) -> None:
         raise LoopedError(f"--steps must be at least 1, got {options.steps}")
     if not 0 < options.lr < float("inf"):
         raise LoopedError(f"--lr must be above 0, got {options.lr}")
+    if options.hidden < 0:
+        raise LoopedError(f"--hidden must be 0 or more, got {options.hidden}")
     if not 0 <= options.ridge < float("inf"):
         raise LoopedError(f"--ridge must be 0 or more, got {options.ridge}")
     if options.save_minutes <= 0:
@@ -172,7 +175,7 @@ def train_gates(options: Options, folder: Path) -> list[GateReport]:
     if "pre-loop" in student_kinds(options.gate) and options.prefill == "ragged":
         raise LoopedError("the pre-loop gate needs the token before, so it cannot run in a ragged prefill")
     model = load_teacher(options)
-    students = new_students(options.gate, model)
+    students = new_students(options.gate, model, options.hidden)
     layout = layout or get_layout(model.config.default_layout)
     deployment = Deployment(layout, options.prefill == "ragged", *options.context_thresholds)
     plan = Plan(

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from looped.errors import LoopedError, unknown
 from looped.gates import Carry, LookaheadGate, OuroGate, PreLoopGate
-from looped.gates.hazard import TrainedGate, pre_loop_features
+from looped.gates.hazard import Hidden, TrainedGate, pre_loop_features
 from looped.gates.losses import fold
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
@@ -20,6 +21,7 @@ from looped.train.walk import Sequences, Walk
 
 _LOGITS_AT_ONCE = 1 << 26
 _SMALLEST_SPREAD = 1e-6
+_DROPOUT = 0.1
 
 
 class Reading(NamedTuple):
@@ -46,7 +48,8 @@ class Student(nn.Module, ABC):
     """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1.
 
     Weights act on standardised inputs, with mean and scale taken from a first batch, so that one step size and one
-    ridge suit every input; the finished gate has them folded in.
+    ridge suit every input; the finished gate has them folded in. `hidden` units in a layer beside the heads start
+    without effect; while `linear` is set they are left out.
     """
 
     kind: ClassVar[str]
@@ -55,7 +58,7 @@ class Student(nn.Module, ABC):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, model: LoopedLM, num_heads: int, num_features: int) -> None:
+    def __init__(self, model: LoopedLM, num_heads: int, num_features: int, hidden: int, num_layers: int) -> None:
         super().__init__()
         if num_heads < 1:
             raise LoopedError(
@@ -65,6 +68,13 @@ class Student(nn.Module, ABC):
         self.bias = nn.Parameter(torch.zeros(num_heads, device=model.device))
         self.register_buffer("mean", torch.zeros_like(self.weight.detach()))
         self.register_buffer("scale", torch.ones_like(self.weight.detach()))
+        self.linear = hidden == 0
+        self.hidden = nn.ParameterList()
+        if hidden:
+            generator = torch.Generator().manual_seed(0)
+            start = torch.randn(num_layers, hidden, num_features, generator=generator) / num_features**0.5
+            parts = (start, torch.zeros(num_layers, hidden), torch.zeros(num_heads, hidden))
+            self.hidden.extend(nn.Parameter(part.to(model.device)) for part in parts)
 
     @property
     def num_inputs(self) -> int:
@@ -94,6 +104,16 @@ class Student(nn.Module, ABC):
         weight = self.weight / self.scale
         return weight, self.bias - (weight * self.mean).sum(-1)
 
+    def layer(self) -> Hidden:
+        """The hidden layer as it acts on inputs as they are."""
+        weight, bias, out = self.hidden
+        raw = weight / self.scale[: len(weight), None]
+        return Hidden(raw, bias - (raw * self.mean[: len(weight), None]).sum(-1), out)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The hidden units' non-linearity, with dropout while training."""
+        return F.dropout(F.gelu(x), _DROPOUT, self.training)
+
     def gate(self, model: LoopedLM) -> TrainedGate:
         """The finished gate, bound to its teacher."""
         config = model.config
@@ -101,6 +121,7 @@ class Student(nn.Module, ABC):
         trained = self.gate_class(
             weight.detach(),
             bias.detach(),
+            Hidden(*(x.detach() for x in self.layer())) if self.hidden else None,
             hidden_size=config.hidden_size,
             max_loops=config.max_loops,
             teacher=model.name,
@@ -114,9 +135,9 @@ class LookaheadStudent(Student):
 
     kind, min_depth, gate_class = "lookahead", LookaheadGate.min_depth, LookaheadGate
 
-    def __init__(self, model: LoopedLM) -> None:
+    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
         config = model.config
-        super().__init__(model, config.max_loops - 2, config.hidden_size)
+        super().__init__(model, config.max_loops - 2, config.hidden_size, hidden, num_layers=config.max_loops - 2)
         assert model.exit_gate is not None
         with torch.no_grad():
             self.weight.copy_(model.exit_gate.weight)
@@ -132,7 +153,12 @@ class LookaheadStudent(Student):
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight, bias = self.heads()
-        return torch.stack([inputs[:, r] @ head for r, head in enumerate(weight)], -1) + bias
+        logits = torch.stack([inputs[:, r] @ head for r, head in enumerate(weight)], -1) + bias
+        if self.linear:
+            return logits
+        layer = self.layer()
+        active = [inputs[:, r] @ w.T + b for r, (w, b) in enumerate(zip(layer.weight_KMF, layer.bias_KM, strict=True))]
+        return logits + (self.activate(torch.stack(active, 1)) * layer.out_NM).sum(-1)
 
 
 class PreLoopStudent(Student):
@@ -140,9 +166,9 @@ class PreLoopStudent(Student):
 
     kind, min_depth, gate_class = "pre-loop", 1, PreLoopGate
 
-    def __init__(self, model: LoopedLM) -> None:
+    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
         config = model.config
-        super().__init__(model, config.max_loops - 1, 2 * config.hidden_size + 3)
+        super().__init__(model, config.max_loops - 1, 2 * config.hidden_size + 3, hidden, num_layers=1)
 
     def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
         before = where.roll(-1, 1)
@@ -162,7 +188,11 @@ class PreLoopStudent(Student):
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight, bias = self.heads()
-        return inputs @ weight.T + bias
+        logits = inputs @ weight.T + bias
+        if self.linear:
+            return logits
+        layer = self.layer()
+        return logits + self.activate(inputs @ layer.weight_KMF[0].T + layer.bias_KM[0]) @ layer.out_NM.T
 
 
 STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
@@ -181,9 +211,12 @@ def student_kinds(names: tuple[str, ...]) -> list[str]:
     return kinds
 
 
-def new_students(names: tuple[str, ...], model: LoopedLM) -> list[Student]:
-    """The students of names. Raises LoopedError for unknown gates and for a model with too few loops."""
-    return [STUDENTS[kind](model) for kind in student_kinds(names)]
+def new_students(names: tuple[str, ...], model: LoopedLM, hidden: int = 0) -> list[Student]:
+    """The students of names, with `hidden` units beside their heads.
+
+    Raises LoopedError for unknown gates and for a model with too few loops.
+    """
+    return [STUDENTS[kind](model, hidden) for kind in student_kinds(names)]
 
 
 def teacher_hazards(model: LoopedLM, seen: Walk, where: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import looped.train.distill as distill
 from looped.config import ModelConfig
 from looped.decode import generate
 from looped.errors import LoopedError
-from looped.gates import get_gate
+from looped.gates import LookaheadGate, PreLoopGate, get_gate
+from looped.gates.checkpoint import GateCard, save_gate
 from looped.kv import get_layout
 from looped.model import LoopedLM, load, save
 from looped.model.loading import ASSETS
@@ -311,3 +312,40 @@ def test_recipes_are_valid(recipe: str) -> None:
     options = parse(Options, ["--config", f"recipes/{recipe}.yaml"], "looped train-gate")
     check(options)
     assert set(options.gate) <= {"all", "lookahead", "pre-loop"}
+
+
+@pytest.mark.parametrize("kind", ["lookahead", "pre-loop"])
+def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Path, kind: str) -> None:
+    """Standardisation folded in, hidden layer included, through a checkpoint and back."""
+    model = load(teacher, device="cpu", dtype="float64")
+    student = new_students((kind,), model, hidden=5)[0]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    shape = (40, 2, 32) if kind == "lookahead" else (40, 67)
+    inputs = 3 + 2 * torch.randn(shape, generator=generator)
+    student.prepare(inputs, torch.rand(40, 3, generator=generator))
+    student.eval().linear = False
+    expected = torch.sigmoid(student(inputs)).double()
+    card = GateCard(kind, model.name, model.revision, 32, 4, 1, student.min_depth, "ragged", "dense", 0.5)
+    save_gate(student.gate(model), card, tmp_path)
+    gate = get_gate(tmp_path, model)
+    if isinstance(gate, LookaheadGate):
+        steps = torch.arange(40) % 2  # rows at different steps in one call
+        found = gate.hazard(inputs[torch.arange(40), steps].double(), steps + 1)
+        expected = expected[torch.arange(40), steps]
+    else:
+        assert isinstance(gate, PreLoopGate)
+        found = gate.hazards(inputs.double())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    without = new_students((kind,), model)[0].gate(model)
+    assert without.hidden is None
+
+
+def test_a_hidden_layer_is_trained_behind_the_heads(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
+    words = ("train-gate", "--teacher", teacher, "--output", tmp_path / "gate", *QUICK, "--hidden", 8)
+    assert cli(*words).code == 0
+    tensors = load_file(tmp_path / "gate" / "gate.safetensors")
+    assert tensors["hidden.weight"].shape == (2, 8, 32)
+    assert float(tensors["hidden.out"].abs().max()) > 0
