@@ -52,7 +52,7 @@ class SlotPages:
     """Which pages each slot holds: `table[slot, plane, block]`, 0 where there is none.
 
     A page is `page_size` tokens of one plane, over all layers of the pool. What a slot was promised and has not taken
-    is counted in `owed[slot]`.
+    is counted in `owed[slot]`. Behind block `used[slot]` a slot has no pages, so long contexts cost what they hold.
     """
 
     def __init__(self, num_slots: int, num_planes: int, max_len: int, page_size: int, num_pages: int) -> None:
@@ -61,6 +61,7 @@ class SlotPages:
         self.pages = PageAllocator(num_pages)
         self.table = np.zeros((num_slots, num_planes, -(-max_len // page_size)), dtype=np.int32)
         self.owed = np.zeros(num_slots, dtype=np.int64)
+        self.used = np.zeros(num_slots, dtype=np.int64)
         self.dirty: set[int] = set()
 
     def pages_for(self, num_tokens: int) -> int:
@@ -78,12 +79,14 @@ class SlotPages:
         if first < last:
             count = (last - first) * self.num_planes
             self.table[slot, :, first:last] = self._take(slot, count).reshape(self.num_planes, -1)
+            self.used[slot] = last
             self.dirty.add(slot)
 
     def open(self, slots: Ints, planes: Ints, positions: Ints) -> None:
         """Give one token of each slot a page of its own in one plane (pages of one token)."""
         pages = self.pages.take(len(slots))
         self.table[slots, planes, positions] = pages
+        self.used[slots] = positions + 1
         self._paid(slots, 1)
 
     def alias(self, slots: Ints, positions: Ints, depths: Ints) -> None:
@@ -96,13 +99,13 @@ class SlotPages:
 
     def release(self, slot: int) -> Ints:
         """Take everything back from a slot; returns its pages, each once."""
-        held = np.unique(self.table[slot])
+        mine = self.table[slot, :, : self.used[slot]]
+        held = np.unique(mine)
         held = held[held > 0]
         self.pages.give(held)
         self.pages.reserved -= int(self.owed[slot])
-        self.owed[slot] = 0
-        self.table[slot] = 0
-        self.dirty.add(slot)
+        mine[:] = 0
+        self.owed[slot] = self.used[slot] = 0
         return held
 
     def _take(self, slot: int, count: int) -> Ints:

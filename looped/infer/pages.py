@@ -58,9 +58,10 @@ class Pool:
     def flush(self) -> None:
         """Bring the device's table up to date with the host's. On a CPU they are one memory."""
         if self.table_SPB.device.type != "cpu" and self.pages.dirty:
-            slots = sorted(self.pages.dirty)
-            fresh = torch.from_numpy(self.pages.table[slots])
-            self.table_SPB[torch.tensor(slots, device=self.table_SPB.device)] = fresh.to(self.table_SPB.device)
+            slots, device = sorted(self.pages.dirty), self.table_SPB.device
+            width = int(self.pages.used[slots].max())  # what the device holds behind it is never looked up
+            fresh = torch.from_numpy(self.pages.table[slots, :, :width])
+            self.table_SPB[torch.tensor(slots, device=device), :, :width] = fresh.to(device)
         self.pages.dirty.clear()
 
     def poison(self, pages: Ints) -> None:

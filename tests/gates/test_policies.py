@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -196,6 +198,8 @@ def test_threshold_ranges() -> None:
 def test_another_layout_is_said() -> None:
     gate = random_lookahead(micro_ouro())
     gate.layout, gate.prefill = "ragged", "dense"
-    gate.check_layout("last-exited", "dense")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gate.check_layout("last-exited", "dense")
     with pytest.warns(UserWarning, match="trained under layout ragged"):
         gate.check_layout("shared", "dense")

@@ -56,6 +56,15 @@ def test_ragged_tokens_take_planes_one_by_one_and_give_back_the_rest():
     assert slots.pages.available == 40 - 2 - 8
 
 
+def test_blocks_in_use_are_known():
+    slots = SlotPages(3, 2, 40, page_size=16, num_pages=12)
+    slots.reserve(1, 40)
+    slots.cover(1, 0, 33)
+    assert slots.used.tolist() == [0, 3, 0]
+    slots.release(1)
+    assert slots.used.tolist() == [0, 0, 0] and not slots.table.any()
+
+
 def test_release_gives_a_shared_page_back_once():
     slots = SlotPages(2, 4, 2, page_size=1, num_pages=8)
     slots.reserve(1, 2)
