@@ -37,10 +37,10 @@ class Setting:
         return resolve_policy(model, self.kv, self.gate, self.threshold, self.min_depth, self.depth, self.compute)
 
     def gate_label(self) -> str | None:
-        """The gate as it was asked for: a name, the last part of a folder, or a gate's own name."""
-        if self.gate is None or isinstance(self.gate, str):
-            return self.gate
-        return str(self.gate) if isinstance(self.gate, Path) else self.gate.name
+        """The gate as it was asked for: a name or a folder; of a gate object its own name."""
+        if self.gate is None or isinstance(self.gate, str | Path):
+            return None if self.gate is None else str(self.gate)
+        return self.gate.name
 
 
 def label(setting: Setting, policy: DecodePolicy) -> str:
