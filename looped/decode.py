@@ -147,7 +147,7 @@ class Cache:
 
         `step` is the loop step inside the core, None in prelude and coda.
         """
-        plane = 0 if step is None else self.layout.write_plane(step, self.max_depth)
+        plane = 0 if step is None else self.layout.write_plane(step)
         end = int(positions[-1]) + 1
         mask = torch.arange(end, device=positions.device)[None] <= positions[:, None]
 

@@ -29,15 +29,13 @@ class KVLayout:
         """P, the planes a core layer keeps for one token of a model run with R = `max_loops`."""
         return max_loops if self.planes is None else min(self.planes, max_loops)
 
-    def write_plane(self, step: int, max_loops: int) -> int:
+    def write_plane(self, step: int) -> int:
         """The plane that loop step `step` (from 1) writes, and that its queries read of earlier tokens."""
         if self.planes is None:
             return step - 1
         if self.name == "first-shared":
             return min(step - 1, 1)
         return (step - 1) % self.planes
-
-    read_plane = write_plane
 
     def missing_planes(self, exit_depth: int, max_loops: int) -> tuple[tuple[int, int], ...]:
         """(plane, source) pairs to fill when a token exits after `exit_depth` loops: planes it never wrote."""

@@ -24,8 +24,7 @@ from looped.kv import get_layout
 def test_planes(name: str, planes: int, written: list[int]) -> None:
     layout = get_layout(name)
     assert layout.num_planes(4) == planes
-    assert [layout.write_plane(step, 4) for step in (1, 2, 3, 4)] == written
-    assert [layout.read_plane(step, 4) for step in (1, 2, 3, 4)] == written
+    assert [layout.write_plane(step) for step in (1, 2, 3, 4)] == written
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_missing_planes(name: str, exit_depth: int, missing: tuple[tuple[int, in
 def test_every_plane_is_written_or_filled(name: str, max_loops: int) -> None:
     layout = get_layout(name)
     for exit_depth in range(1, max_loops + 1):
-        written = {layout.write_plane(step, max_loops) for step in range(1, exit_depth + 1)}
+        written = {layout.write_plane(step) for step in range(1, exit_depth + 1)}
         filled = dict(layout.missing_planes(exit_depth, max_loops))
         assert written | set(filled) == set(range(layout.num_planes(max_loops)))
         assert not written & set(filled)

@@ -51,7 +51,7 @@ class Stages:
         self.model, self.state, self.kv, self.backend = model, state, kv, backend
         self.layout, self.max_loops, self.dense = policy.layout, policy.max_depth, policy.dense_compute
         self.gate = state.gate
-        planes = [self.layout.write_plane(step, self.max_loops) for step in range(1, self.max_loops + 1)]
+        planes = [self.layout.write_plane(step) for step in range(1, self.max_loops + 1)]
         self._planes = torch.tensor([0, *planes], device=model.device)
 
     # Prompts.
@@ -68,7 +68,7 @@ class Stages:
         tokens = torch.tensor(token_ids, device=model.device)
         h, injection = model.prelude(tokens, batch.positions, outer, noise)
         for step in range(1, self.max_loops + 1):
-            plane = self.layout.write_plane(step, self.max_loops)
+            plane = self.layout.write_plane(step)
             h = model.core(h, injection, batch.positions, step, self._prefill_attend(self.kv.core, batch, plane))
         ends = np.cumsum([chunk.length for chunk in chunks]) - 1
         last = state.index_of([int(end) for end, chunk in zip(ends, chunks, strict=True) if chunk.last])

@@ -34,7 +34,7 @@ class DenseCache:
 
     def __init__(self, model: LoopedLM, layout: KVLayout, num_rows: int, num_slots: int, pads: Tensor) -> None:
         config = model.config
-        self.layout, self.core, self.loops = layout, config.core_layers, config.max_loops
+        self.layout, self.core = layout, config.core_layers
         shape = (num_rows, num_slots, config.num_kv_heads, config.head_dim)
         self._shape, self._like = shape, model.embed.weight
         self._planes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -47,7 +47,7 @@ class DenseCache:
         self.start, self.step = start, step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plane = self.layout.write_plane(self.step, self.loops) if layer in self.core else 0
+        plane = self.layout.write_plane(self.step) if layer in self.core else 0
         if (layer, plane) not in self._planes:
             empty = torch.zeros(self._shape, device=v.device, dtype=v.dtype)
             self._planes[layer, plane] = (empty, empty.clone())

@@ -201,7 +201,7 @@ class _Runner:
         """Attention of a pass at `step` (None outside the core) that stores the K/V of the tokens in `commits`."""
         core, plane = self.model.config.core_layers, 0
         if step is not None:
-            plane = self.layout.write_plane(step, self.model.config.max_loops)
+            plane = self.layout.write_plane(step)
         whole = positions.shape[1] == self.batch.tokens.shape[1]
         plain = positions.shape[1] > 1 and bool(commits.all())  # a pass of many starts at position 0
         end = int(positions.max()) + 1
