@@ -205,6 +205,10 @@ def _check_outputs(setup: Setup, runs: dict[str, list[_Run]]) -> str:
     Batches of different sizes round differently, which can tip a token whose two best logits are nearly equal. So where
     schedulers differ, both run once more in float64; a difference that remains there is an error.
     """
+    if any(
+        completion.finish_reason == "error" for done in runs.values() for run in done for completion in run.completions
+    ):
+        raise LoopedError(f"the logits of {setup.model.name} are not finite, so there is no speed to measure")
     if setup.ignore_eos:
         counts = {mode: [run.tokens for run in done] for mode, done in runs.items()}
         if {count for of_mode in counts.values() for count in of_mode} != {setup.work.output_tokens}:

@@ -70,13 +70,13 @@ def build(
         if input_len is not None:
             raise LoopedError("--prompts gives the prompts, --input-len makes random ones: give one of the two")
         path = find(prompts, "work list")
-        rows = list(_read(path, model, output_len, np.random.default_rng(seed)))
+        rows = list(_read(path, model, output_len, _generator(seed)))
         if not rows:
             raise LoopedError(f"{path} holds no requests")
         items, source = itertools.islice(itertools.cycle(rows), num_requests), path.name
     elif input_len is not None or model.tokenizer is None:
         length = input_len or DEFAULT_INPUT_LEN
-        rng = np.random.default_rng(seed)
+        rng = _generator(seed)
         drawn = (_random_ids(model, length, rng) for _ in range(num_requests))
         items = (WorkItem(ids, output_len or DEFAULT_OUTPUT_LEN) for ids in drawn)
         source = f"random token ids, {length} a prompt"
@@ -86,6 +86,11 @@ def build(
     work = WorkList(tuple(items), source)
     _check(work, model)
     return work
+
+
+def _generator(seed: int) -> np.random.Generator:
+    """Numbers of a seed of 64 bits, negative ones included, which numpy refuses as they are."""
+    return np.random.default_rng(seed % (1 << 64))
 
 
 def _random_ids(model: LoopedLM, length: int, rng: np.random.Generator) -> tuple[int, ...]:
@@ -179,6 +184,6 @@ def parse_depths(text: str, max_loops: int) -> dict[int, float]:
 
 def draw_depths(work: WorkList, shares: dict[int, float], seed: int) -> list[list[int]]:
     """One exit depth for every token of every request, independent draws; entry 0, the prefill's, is not used."""
-    rng = np.random.default_rng(seed)
+    rng = _generator(seed)
     depths, p = np.array(list(shares)), np.array(list(shares.values()))
     return [rng.choice(depths, item.output_len, p=p / p.sum()).tolist() for item in work.items]

@@ -74,19 +74,26 @@ class Engine:
         )
         self.backend = get_backend(options.backend)
         num_slots = limits.max_num_seqs + 1
-        self.kv = KVMemory(
-            model.config,
-            policy.layout,
-            policy.max_depth,
-            num_slots,
-            model.config.max_positions,
-            model.dtype,
-            model.device,
-            page_size=options.page_size,
-            num_pages=options.num_pages,
-            headroom=options.kv_headroom,
-            poison=options.poison,
-        )
+        try:
+            self.kv = KVMemory(
+                model.config,
+                policy.layout,
+                policy.max_depth,
+                num_slots,
+                model.config.max_positions,
+                model.dtype,
+                model.device,
+                page_size=options.page_size,
+                num_pages=options.num_pages,
+                headroom=options.kv_headroom,
+                poison=options.poison,
+            )
+        except (MemoryError, RuntimeError) as error:
+            if options.num_pages is None:
+                raise
+            raise LoopedError(
+                f"a KV pool of {options.num_pages} pages does not fit into memory; lower num_pages"
+            ) from error
         self.backend.check(self.kv.page_size, model.device.type)
         sensitive = policy.layout.cut_sensitive
         self.scheduler = Scheduler(

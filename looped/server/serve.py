@@ -47,7 +47,9 @@ class Options:
     dtype: str = option("float32", "float32, bfloat16 or float64")
     seed: int = option(0, "for greedy requests without a seed")
     served_model_name: tuple[str, ...] = option((), "names that clients may use, separated by commas")
-    api_key: tuple[str, ...] = option((), "keys that clients must send, separated by commas; also LOOPED_API_KEY")
+    api_key: tuple[str, ...] | None = option(
+        None, "keys that clients must send, separated by commas; also LOOPED_API_KEY"
+    )
     max_body_mib: float = option(32.0, "largest request body")
     drain_seconds: float = option(30.0, "how long running requests may go on after SIGTERM")
     uvicorn_log_level: str = option("warning", "log level of the HTTP server", choices=LOG_LEVELS)
@@ -55,6 +57,7 @@ class Options:
 
 def run(options: Options) -> int:
     """Serve until a signal. Returns 0 after a signal, 1 after the engine died; raises what loading refused."""
+    check(options)
     engine = engine_options(options)
     sock = bind(options.host, options.port)
     url = f"http://{_bracketed(options.host)}:{sock.getsockname()[1]}"
@@ -84,6 +87,16 @@ def run(options: Options) -> int:
     with sock:
         server.run(sockets=[sock])
     return exit_code(thread)
+
+
+def check(options: Options) -> None:
+    """Refuse what would start a server that cannot answer, or one that is open where a key was meant to close it."""
+    if not 0 < options.max_body_mib < float("inf"):
+        raise LoopedError(f"--max-body-mib must be a finite number above 0, got {options.max_body_mib:g}")
+    if options.drain_seconds < 0:
+        raise LoopedError(f"--drain-seconds must be at least 0, got {options.drain_seconds:g}")
+    if options.api_key == ():
+        raise LoopedError("--api-key is empty; give a key, or leave it out to serve everybody")
 
 
 def engine_options(options: Options) -> EngineOptions:

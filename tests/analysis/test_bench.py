@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from looped.analysis import offline, worklist
 from looped.analysis.bounds import end_to_end_bound
 from looped.gates import ReplayGate
 from looped.infer import LLM
 from looped.infer.request import Completion
+from looped.model import load, save
 from tests.conftest import Ran
 from tests.models import micro_ouro
 
@@ -79,6 +81,18 @@ def test_a_hazard_gate_that_never_exits_is_measured_at_a_half(cli: Callable[...,
 )
 def test_mistakes(cli: Callable[..., Ran], micro_folder: Path, words: tuple[str, ...], complaint: str) -> None:
     assert complaint in cli("bench", "offline", "--model", micro_folder, *SIZES, *words).refusal
+
+
+def test_logits_that_are_not_finite(cli: Callable[..., Ran], micro_folder: Path, tmp_path: Path) -> None:
+    model = load(micro_folder)
+    model.norm.weight.fill_(torch.nan)
+    save(model, tmp_path)
+    ran = cli("bench", "offline", "--model", tmp_path, *SIZES)
+    assert ran.code == 2 and "not finite" in ran.err.splitlines()[-1]
+
+
+def test_a_negative_seed(cli: Callable[..., Ran], micro_folder: Path) -> None:
+    assert cli("bench", "offline", "--model", micro_folder, *SIZES, "--input-len", 3, "--seed", -1).code == 0
 
 
 def setup(**changes: object) -> offline.Setup:

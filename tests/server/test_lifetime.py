@@ -240,6 +240,9 @@ def test_sigterm_finishes_the_stream_and_exits_0(checkpoint: Path, tmp_path: Pat
 
 def test_what_cannot_start_is_one_sentence(cli: Callable[..., Ran], checkpoint: Path) -> None:
     assert "unknown mode 'refil'; did you mean 'refill'?" in cli("serve", "--mode", "refil").refusal
+    assert "--api-key is empty" in cli("serve", "--api-key", "").refusal
+    assert "--max-body-mib" in cli("serve", "--max-body-mib", "0").refusal
+    assert "--drain-seconds" in cli("serve", "--drain-seconds", "-1").refusal
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1:{port}" in cli("serve", "--model", checkpoint, "--port", port).refusal
