@@ -250,7 +250,7 @@ def _help(cls: type[Any], leaves: Sequence[Leaf], prog: str) -> str:
 
 
 def _entry(head: str, leaf: Leaf) -> str:
-    hidden = leaf.default is dataclasses.MISSING or leaf.default is None or leaf.default == ""
+    hidden = leaf.default in (dataclasses.MISSING, None, "", (), [])
     default = "" if hidden else f" (default: {_default_text(leaf.default)})"
     return _wrapped(head, leaf.doc + default)
 
@@ -259,7 +259,7 @@ def _default_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple | list):
-        return ",".join(str(item) for item in value) or "none"
+        return ",".join(str(item) for item in value)
     return str(value)
 
 
