@@ -58,7 +58,7 @@ def test_shipped_gates_answer_to_their_names(huginn: LoopedLM, gate: str) -> Non
     ouro = looped.load("tiny-ouro", device="cpu", dtype="float64")
     assert get_gate(gate, ouro).latency == 1
     assert looped.load_gate(gate).name == gate
-    with pytest.raises(looped.LoopedError, match="ships for tiny-huginn"):
+    with pytest.raises(looped.LoopedError, match="ships for the weights of tiny-huginn"):
         get_gate(gate, huginn)
     tokenizer = ouro.tokenizer
     assert tokenizer is not None

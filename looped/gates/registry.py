@@ -13,7 +13,16 @@ from looped.gates.protocol import Gate
 from looped.model import LoopedLM
 from looped.model.loading import ASSETS
 
-GATE_NAMES = ("ouro", "convergence", "lookahead", "pre-loop", "fixed-N", "delayed-ouro", "delayed-convergence")
+GATE_NAMES = (
+    "native",
+    "ouro",
+    "convergence",
+    "lookahead",
+    "pre-loop",
+    "fixed-N",
+    "delayed-ouro",
+    "delayed-convergence",
+)
 
 
 def load_gate(name_or_dir: str | Path) -> Gate:
@@ -29,9 +38,11 @@ def load_gate(name_or_dir: str | Path) -> Gate:
 
 
 def get_gate(gate: str | Path | Gate, model: LoopedLM) -> Gate:
-    """A gate, name or folder bound to a model. A shipped gate is found by the weights it was made for."""
+    """A gate, name or folder bound to a model. `native` is the model's own; a shipped one is found by its teacher."""
     if isinstance(gate, Gate):
         return gate.bind(model)
+    if str(gate) == "native":
+        return native_gate(model)
     if str(gate) in TRAINED:
         return read_gate(_shipped(str(gate), model)).bind(model)
     return load_gate(gate).bind(model)
@@ -64,4 +75,6 @@ def _shipped(name: str, model: LoopedLM) -> Path:
     for folder in folders:
         if read_card(folder).teacher_revision == model.revision:
             return folder
-    raise LoopedError(f"no {name} gate ships for {model.name}; make one with `looped train-gate` and give its folder")
+    raise LoopedError(
+        f"no {name} gate ships for the weights of {model.name}; make one with `looped train-gate` and give its folder"
+    )

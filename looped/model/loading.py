@@ -64,7 +64,6 @@ def load(
     weights.read_into(model, family.weight_map(config), files)
     model.name = str(name_or_path).lower() if str(name_or_path).lower() in known_names() else folder.name
     model._load_tokenizer = partial(find_tokenizer, folder, config.eos_ids)
-    model._hash_files = partial(weights.hash_files, files)
     return model
 
 

@@ -45,7 +45,6 @@ class LoopedLM(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         self._load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
-        self._hash_files: Callable[[], str] | None = None
         self._tokenizer: Tokenizer | None = None
         self._revision: str | None = None
         self.eval().requires_grad_(False)
@@ -67,17 +66,14 @@ class LoopedLM(nn.Module):
 
     @property
     def revision(self) -> str:
-        """SHA-256 of the weights: of the files where the model was loaded from some, else of the parameters."""
+        """SHA-256 of the weights rounded to bfloat16: the same for every dtype a checkpoint is stored or loaded in."""
         if self._revision is None:
-            self._revision = self._hash_files() if self._hash_files else self._hash_parameters()
+            digest = hashlib.sha256()
+            for name, value in sorted(self.state_dict().items()):
+                digest.update(name.encode())
+                digest.update(value.to(torch.bfloat16).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            self._revision = digest.hexdigest()
         return self._revision
-
-    def _hash_parameters(self) -> str:
-        digest = hashlib.sha256()
-        for name, value in self.state_dict().items():
-            digest.update(name.encode())
-            digest.update(value.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def init_state(self, seeds: Tensor, positions: Tensor, kind: str | None = None) -> Tensor | None:
         """What the loop starts from at each position: [...] seeds and positions to [..., D].

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -92,13 +91,3 @@ def write(model: LoopedLM, pieces: list[Piece], path: Path, dtype: torch.dtype |
     }
     with whole(path) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-
-
-def hash_files(files: list[Path]) -> str:
-    """SHA-256 over the bytes of the weight files, in order."""
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()

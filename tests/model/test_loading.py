@@ -53,14 +53,16 @@ def test_shards_without_metadata_in_bfloat16(family: str, tmp_path: Path) -> Non
         load(tmp_path)
 
 
-def test_revision_is_of_the_files(tmp_path: Path) -> None:
+def test_revision_does_not_depend_on_the_dtype(tmp_path: Path) -> None:
     model = micro("ouro")
-    save(model, tmp_path / "a")
+    save(model, tmp_path / "a", dtype="bfloat16")
     save(model, tmp_path / "b")
-    first = load(tmp_path / "a", dtype="float32").revision
-    assert first == load(tmp_path / "b", dtype="bfloat16").revision
+    stored = load(tmp_path / "a", dtype="float32")
+    save(stored, tmp_path / "c", dtype="float32")
+    revisions = {load(tmp_path / folder, dtype=dtype).revision for folder in "abc" for dtype in ("float32", "bfloat16")}
+    assert revisions == {model.revision}
     save(micro_ouro(seed=1), tmp_path / "b")
-    assert first != load(tmp_path / "b").revision
+    assert load(tmp_path / "b").revision not in revisions
 
 
 def test_max_loops(tmp_path: Path) -> None:
