@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -169,6 +170,9 @@ class DetokenizeRequest(BaseModel):
     tokens: list[TokenId]
 
 
+DEPTH_FIELDS = ("exit_threshold", "min_depth", "max_depth")
+
+
 def refuse_unsupported(body: GenerationRequest) -> None:
     """Raise a 400 that names the field if the request asks for what this version does not serve."""
     extra: Mapping[str, Any] = body.model_extra or {}
@@ -181,6 +185,10 @@ def refuse_unsupported(body: GenerationRequest) -> None:
         if name in NEUTRAL and not any(_equal(value, neutral) for neutral in NEUTRAL[name]):
             allowed = " or ".join(["leave it out", *(f"send {neutral!r}" for neutral in NEUTRAL[name][:1])])
             raise ApiError(400, f"{name} is not supported yet; {allowed}", param=name, code="unsupported_parameter")
+        meant = difflib.get_close_matches(name, DEPTH_FIELDS, n=1, cutoff=0.8)
+        if meant:
+            # other unknown fields pass, as clients send many; a depth option that does nothing would go unnoticed
+            raise ApiError(400, f"unknown field {name}; did you mean {meant[0]}?", param=name)
 
 
 def _equal(value: Any, neutral: Any) -> bool:

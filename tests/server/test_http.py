@@ -54,6 +54,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stop": 5}, "stop"),
         ({"n": 0}, "n"),
+        ({"max_dept": 3}, "max_dept"),
+        ({"exit_treshold": 0.4}, "exit_treshold"),
         ({"stop": "x"}, "stop"),  # there is no tokenizer
         ({"prompt": "text"}, "prompt"),  # nor here
         ({"prompt": [1] * 60}, "prompt"),  # inside the context, beyond the KV pool
