@@ -10,9 +10,12 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from looped import __version__
@@ -43,16 +46,22 @@ REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 )
-EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PIPE = 2, 130, 141
+EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_TERMINATED = 2, 130, 141, 143
+
+
+class Terminated(BaseException):
+    """Raised in the main thread by SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for a mistake of the user's or a refusing disk, 130 for Ctrl-C.
+    """Run one command and return its exit code: 0, 2 for a mistake of the user's or a refusing disk, 130 for Ctrl-C,
+    143 for SIGTERM.
 
     An exception that is not a LoopedError is a bug of ours and keeps its traceback; LOOPED_DEBUG=1 shows it for both.
     """
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        with _unwinding():
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except HelpRequested as text:
@@ -66,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nlooped: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Terminated:
+        print("\nlooped: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     except BrokenPipeError:
         # The reader went away (`looped … | head`). Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,6 +88,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"looped: error: {error.strerror}{where}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM ends a command the way Ctrl-C does, so that what is half-written goes away; a second one ends it at once.
+
+    Verbs may put their own handler over this one; forked workers end at once, as without it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    command = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != command:
+            os._exit(EXIT_TERMINATED)
+        if _in_finalizer(frame):  # where Python drops exceptions
+            again = threading.Timer(0.05, os.kill, (command, number))
+            again.daemon = True
+            again.start()
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _dispatch(argv: list[str]) -> int:

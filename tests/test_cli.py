@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 import looped
 from looped import cli as command
 from looped.errors import LoopedError
+from looped.files import whole
 from looped.options import argument, option
 from tests.conftest import REPOSITORY, Ran
 
@@ -167,6 +170,37 @@ def test_interrupt(cli: Cli, verb: ModuleType) -> None:
 
     run_verb(verb, interrupted)
     assert cli("echo", "hi") == Ran(130, "", "\nlooped: interrupted\n")
+
+
+def test_sigterm_unwinds_as_an_interrupt_does(cli: Cli, verb: ModuleType, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(options: EchoOptions) -> int:
+        with whole(tmp_path / "result") as partial:
+            partial.write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        return 0
+
+    run_verb(verb, terminated)
+    assert cli("echo", "hi") == Ran(143, "", "\nlooped: terminated\n")
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_in_a_finalizer_is_not_lost(cli: Cli, verb: ModuleType) -> None:
+    class Terminating:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)
+
+    def terminated(options: EchoOptions) -> int:
+        Terminating()
+        time.sleep(10)
+        return 0
+
+    run_verb(verb, terminated)
+    assert cli("echo", "hi").code == 143
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
