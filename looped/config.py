@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from looped import checks
 from looped.errors import LoopedError
 
 
@@ -112,6 +113,7 @@ class ModelConfig:
         """The same model run with R = `max_loops`."""
         if max_loops is None:
             return self
+        checks.whole_numbers(max_loops=max_loops)
         if max_loops < 1:
             raise LoopedError(f"max_loops must be at least 1, got {max_loops}")
         return dataclasses.replace(self, max_loops=max_loops)

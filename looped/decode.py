@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from looped import checks
 from looped.errors import LoopedError, unknown
 from looped.gates import Carry, Entry, Gate, Params, get_gate
 from looped.kv import KVLayout, get_layout
@@ -83,6 +84,10 @@ def resolve_policy(
 
     Raises `LoopedError` for a value outside its range and for options that contradict each other.
     """
+    checks.whole_numbers(depth=depth, min_depth=min_depth)
+    checks.numbers(threshold=threshold)
+    if not isinstance(prefill_threshold, PrefillSchedule):
+        checks.numbers(prefill_threshold=prefill_threshold)
     if compute not in ("sparse", "dense"):
         raise unknown("compute", compute, ("sparse", "dense"))
     if prefill not in ("dense", "ragged"):
@@ -115,7 +120,7 @@ def resolve_policy(
 
 def check_prompt(model: LoopedLM, prompt_ids: Sequence[int]) -> list[int]:
     """The prompt as a list, refused when empty, too long for the context, or with ids outside the vocabulary."""
-    prompt = [int(i) for i in prompt_ids]
+    prompt = checks.token_ids("the prompt", prompt_ids)
     context, vocab = model.config.max_positions, model.config.vocab_size
     if not prompt:
         raise LoopedError("the prompt is empty; give at least one token")
@@ -306,6 +311,11 @@ def generate(
 
     Raises `LoopedError` for an unknown name, a value out of range, or a prompt longer than the context.
     """
+    if not isinstance(model, LoopedLM):
+        raise LoopedError(f"generate takes a loaded model, got {model!r}; load it with looped.load")
+    checks.given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    checks.whole_numbers(max_new_tokens=max_new_tokens, chunk_size=chunk_size, seed=seed)
+    checks.numbers(temperature=temperature)
     policy = resolve_policy(model, layout, gate, threshold, min_depth, depth, compute, prefill, prefill_threshold)
     prompt = check_prompt(model, prompt_ids)
     if chunk_size is not None and chunk_size < 1:

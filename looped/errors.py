@@ -13,6 +13,6 @@ class LoopedError(Exception):
 def unknown(kind: str, name: str, options: Iterable[str]) -> LoopedError:
     """The error for a name that is none of `options`, with the nearest one suggested."""
     choices = list(options)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return LoopedError(f"unknown {kind} {name!r}; {hint}known: {', '.join(choices)}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import torch
 
+from looped import checks
 from looped.errors import LoopedError
 from looped.gates import Gate
 from looped.infer.engine import Engine
@@ -155,7 +157,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return checks.token_ids("a prompt", prompt)
         if self.model.tokenizer is None:
             raise LoopedError(f"{self.model.name} has no tokenizer: give prompts as lists of token ids")
         return self.model.tokenizer.encode(prompt)
@@ -191,14 +193,21 @@ def _model(
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
+    if hasattr(prompts, "tolist"):  # an array or a tensor of token ids, of one prompt or of several
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise LoopedError(f"prompts must be texts or lists of token ids, got {prompts!r}")
+    prompts = list(prompts)  # type: ignore[assignment]
+    if prompts and all(isinstance(item, Integral) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    if not isinstance(given, list | tuple) or not all(isinstance(params, SamplingParams) for params in given):
+        raise LoopedError(f"sampling parameters must be SamplingParams or a list of them, got {given!r}")
     if len(given) != count:
         raise LoopedError(f"{count} prompts but {len(given)} sets of sampling parameters; give one, or one a prompt")
     return list(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from looped import checks
 from looped.errors import LoopedError, unknown
 from looped.infer.scheduler import POLICIES
 
@@ -51,6 +52,7 @@ class EngineOptions:
 
     def check(self) -> None:
         """Raise `LoopedError` for unknown names and for what is known but not available yet."""
+        self._check_types()
         if self.mode not in POLICIES:
             raise unknown("mode", self.mode, POLICIES)
         if self.exits not in EXITS:
@@ -72,3 +74,10 @@ class EngineOptions:
         for given, (wanted, instead) in later.items():
             if wanted:
                 raise LoopedError(f"{given} is not available in the engine yet; use {instead}")
+
+    def _check_types(self) -> None:
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "seed")
+        optional = ("depth", "min_depth", "chunk_size", "min_free_slots", "min_coda_batch", "num_pages", "page_size")
+        checks.given(**{name: getattr(self, name) for name in (*sizes, "kv_headroom")})
+        checks.whole_numbers(**{name: getattr(self, name) for name in (*sizes, *optional)})
+        checks.numbers(threshold=self.threshold, kv_headroom=self.kv_headroom)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from looped import checks
 from looped.errors import LoopedError
 
 # Parameters that are known but not served yet, with the value that means "off".
@@ -56,6 +57,10 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        checks.given(temperature=self.temperature, max_tokens=self.max_tokens)
+        checks.numbers(temperature=self.temperature, exit_threshold=self.exit_threshold)
+        names = ("max_tokens", "seed", "min_depth", "max_depth")
+        checks.whole_numbers(**{name: getattr(self, name) for name in names})
         if not 0.0 <= self.temperature < float("inf"):
             raise LoopedError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.max_tokens < 1:
@@ -68,8 +73,11 @@ class SamplingParams:
                 raise LoopedError(f"{name} must be at least 1, got {value}")
         if self.min_depth is not None and self.max_depth is not None and self.min_depth > self.max_depth:
             raise LoopedError(f"min_depth {self.min_depth} is above max_depth {self.max_depth}")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(item, str) for item in stop):
+            raise LoopedError(f"stop must be a text or a list of texts, got {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(checks.token_ids("stop_token_ids", self.stop_token_ids)))
         if not all(self.stop):
             raise LoopedError("stop strings must not be empty")
         for item in fields(self):

@@ -51,9 +51,9 @@ def load(
     torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
     folder = find_checkpoint(name_or_path)
     config, family = read_config(folder)
+    config = config.with_loops(max_loops)
     if max_loops is not None and max_loops > config.trained_loops:
         warnings.warn(f"max_loops = {max_loops} is above the {config.trained_loops} loops of training", stacklevel=2)
-    config = config.with_loops(max_loops)
     files = weights.weight_files(folder)
     family.check_tensor_names(weights.tensor_names(files))
     with torch.device("meta"):
@@ -92,11 +92,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A torch dtype from its name."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    return DTYPES[dtype]
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
+    return DTYPES[name]
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from looped import rng
+from looped import checks, rng
 from looped.config import ModelConfig
 from looped.errors import LoopedError
 from looped.model.attention import Attend, dense_causal
@@ -146,6 +146,7 @@ class LoopedLM(nn.Module):
         """R, or the wanted `depth` after checking that 1 <= depth <= R."""
         if depth is None:
             return self.config.max_loops
+        checks.whole_numbers(depth=depth)
         if not 1 <= depth <= self.config.max_loops:
             raise LoopedError(f"depth must be between 1 and max_loops = {self.config.max_loops}, got {depth}")
         return depth
@@ -159,8 +160,16 @@ class LoopedLM(nn.Module):
 
         `state` is what Huginn starts from: "zeros", a tensor [B, T, D], or None for the noise of seed 0.
         """
+        self._check_ids(input_ids)
         h = self._run(input_ids, self.check_depth(depth), state)[-1]
         return self.coda(h, torch.arange(input_ids.shape[-1], device=input_ids.device), dense_causal)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        vocab = self.config.vocab_size
+        if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or not input_ids.numel():
+            raise LoopedError("input_ids must be a tensor of token ids [B, T] that is not empty")
+        if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab:
+            raise LoopedError(f"token ids must be between 0 and {vocab - 1}")
 
     def _run(self, input_ids: Tensor, depth: int, state: Tensor | str | None) -> list[Tensor]:
         if input_ids.shape[-1] > self.config.max_positions:

@@ -90,6 +90,8 @@ def check(options: Options) -> None:
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             raise LoopedError(f"--{flag} must be at least {least}, got {getattr(options, name)}")
+    if not -(1 << 31) <= options.seed < 1 << 31:  # it is multiplied by the number of documents
+        raise LoopedError(f"--seed must fit in 32 bits, got {options.seed}")
     if options.steps is not None and options.steps < 1:
         raise LoopedError(f"--steps must be at least 1, got {options.steps}")
     if not 0 < options.lr < float("inf"):
