@@ -38,7 +38,7 @@ class OfflineOptions:
     ignore_eos: bool = option(True, "generate the full length, so that every scheduler does the same work")
     replay_depths: str = option("none", "exit depths to replay in place of the gate: uniform, or 2:0.5,3:0.3,4:0.2")
     modes: tuple[Literal["cb", "no-refill", "refill"], ...] = option(("cb", "no-refill", "refill"), "schedulers")
-    repeats: int = option(3, "rounds; the schedulers take turns in each")
+    repeats: int = option(5, "rounds; the schedulers take turns in each")
     max_seconds: float | None = option(28.0, "start no round that would end later; `none` runs all of them")
     seed: int = option(0, "seed of prompts and replayed depths")
     device: str | None = option(None, "cpu or cuda; the first GPU, else the CPU, when left out")

@@ -33,8 +33,8 @@ class Effort:
     full_grid: bool = True
     bench_requests: int = 24
     bench_output: int | None = None
-    bench_repeats: int = 3
-    bench_seconds: float = 40.0
+    bench_repeats: int = 5
+    bench_seconds: float = 60.0
     questions: int = 2
 
 
