@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from looped.errors import LoopedError
 from looped.gates import get_gate, load_gate
@@ -55,6 +56,21 @@ def test_damage(tmp_path: Path) -> None:
     (tmp_path / "gate.json").write_text(json.dumps(card | {"kind": "oracle"}))
     with pytest.raises(LoopedError, match="kind 'oracle'"):
         load_gate(tmp_path)
+    for name, value in (("max_loops", "4"), ("min_depth", None), ("min_depth", 10**30), ("teacher_revision", 3)):
+        (tmp_path / "gate.json").write_text(json.dumps(card | {name: value}))
+        with pytest.raises(LoopedError, match=f"not a readable gate description.*{name}"):
+            load_gate(tmp_path)
     (tmp_path / "gate.json").write_text("[")
-    with pytest.raises(LoopedError, match="not a readable gate description"):
+    with pytest.raises(LoopedError, match=r"gate\.json is not valid JSON"):
         load_gate(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_heads_that_do_not_fit_their_card(tmp_path: Path, name: str) -> None:
+    for gate in (random_lookahead(micro_ouro()), random_pre_loop(micro_ouro())):
+        write(gate, tmp_path)
+        tensors = load_file(tmp_path / "gate.safetensors")
+        for value in (tensors[name][:1].clone(), torch.zeros(3, 3), tensors[name] * torch.nan):
+            save_file(tensors | {name: value}, tmp_path / "gate.safetensors")
+            with pytest.raises(LoopedError, match="do not fit"):
+                load_gate(tmp_path)
