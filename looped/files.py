@@ -45,6 +45,15 @@ def find(path: str | Path, kind: str) -> Path:
     raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")
 
 
+def check_folder(folder: Path) -> None:
+    """Raise LoopedError where `folder` is not, and cannot become, a folder to write in: before work goes into it."""
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise LoopedError(f"{above} is a file; give a folder")
+    if not os.access(above, os.W_OK):
+        raise LoopedError(f"cannot write in {above}; give another folder")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises LoopedError, with the file's name, where it holds none."""
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from looped.errors import LoopedError
-from looped.files import find, read_object, whole, write_text
+from looped.files import check_folder, find, read_object, whole, write_text
 
 
 def test_a_file_appears_when_the_block_has_ended(tmp_path: Path) -> None:
@@ -44,6 +44,15 @@ def test_an_object_that_cannot_be_read_names_its_file(tmp_path: Path, content: b
         read_object(path)
     with pytest.raises(LoopedError, match="cannot be read"):
         read_object(tmp_path)
+
+
+def test_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new" / "run")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(LoopedError, match="is a file; give a folder"):
+            check_folder(folder)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_is_not_suggested_for_a_file(tmp_path: Path) -> None:

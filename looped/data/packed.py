@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from looped.data.build import MANIFEST
 from looped.errors import LoopedError
+from looped.files import read_object
 
 
 class PackedSet(NamedTuple):
@@ -26,6 +26,11 @@ def read_packed(folder: str | Path) -> PackedSet:
     path = Path(folder)
     if not (path / MANIFEST).is_file():
         raise LoopedError(f"{path} holds no packed data set; build one with looped.data.build_dataset first.")
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    tokens, mask = (np.load(path / name, mmap_mode="r") for name in ("tokens.npy", "mask.npy"))
+    manifest = read_object(path / MANIFEST)
+    try:
+        tokens, mask = (np.load(path / name, mmap_mode="r") for name in ("tokens.npy", "mask.npy"))
+    except (OSError, ValueError) as error:
+        raise LoopedError(
+            f"the packed data set in {path} is damaged ({error}); remove the folder to build it again"
+        ) from error
     return PackedSet(tokens, mask, manifest)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from looped import __version__
 from looped.errors import LoopedError
 from looped.eval.result import EvalResult, Sample, Score
-from looped.files import write_text
+from looped.files import check_folder, whole
 
 if TYPE_CHECKING:
     from looped.model import LoopedLM
@@ -143,19 +143,20 @@ def _entry(result: EvalResult) -> dict[str, Any]:
 
 def check_output(folder: Path, overwrite: bool) -> None:
     """Raise `LoopedError` if `folder` cannot take results, before hours go into them."""
-    if folder.exists() and not folder.is_dir():
-        raise LoopedError(f"--output {folder} is a file; give a folder")
+    check_folder(folder)
     if (folder / RESULTS).exists() and not overwrite:
         raise LoopedError(f"{folder} already holds a run; give another --output folder, or --overwrite to replace it")
 
 
 def write(folder: Path, summary: dict[str, Any], results: Iterable[EvalResult]) -> None:
-    """`results.json` and `samples.jsonl` in `folder`; each appears whole."""
+    """`results.json` and `samples.jsonl` in `folder`; both appear whole, or neither does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = (_sample(result, sample) for result in results for sample in result.samples)
-        write_text(folder / SAMPLES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        write_text(folder / RESULTS, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        with whole(folder / RESULTS) as scores, whole(folder / SAMPLES) as samples:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            samples.write_text(text, encoding="utf-8")
+            scores.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise LoopedError(f"cannot write results into {folder}: {error.strerror or error}") from error
 

@@ -76,6 +76,11 @@ class Corpus:
         """The documents of texts that have at least one decode pass within the length limit."""
         for text in texts:
             document = self.document(text)
+            if max(document.token_ids) >= self.model.config.vocab_size:
+                raise LoopedError(
+                    f"the tokenizer of {self.model.name} makes id {max(document.token_ids)}, outside the model's "
+                    f"vocabulary of {self.model.config.vocab_size}; it belongs to another model"
+                )
             if document.prompt_len < len(document.token_ids) - 1:
                 yield document
 

@@ -180,3 +180,9 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pyt
         report.write(tmp_path, {"scores": {"new": {}}}, [])
     assert sorted(file.name for file in tmp_path.iterdir()) == before
     assert json.loads((tmp_path / "results.json").read_text()) == {"scores": {}}
+
+
+def test_a_summary_that_cannot_be_written_leaves_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        report.write(tmp_path, {"scores": object()}, [])
+    assert not list(tmp_path.iterdir())
