@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from looped.errors import LoopedError
-from looped.files import write_text
-from looped.train.recipe import Options, model_config
+from looped.files import check_folder, read_object, write_text
+from looped.train.recipe import Options, check, model_config
 
 __all__ = ["Options", "run"]
 
@@ -27,17 +27,20 @@ _FIXED = ("model", "init", "objective", "recurrence", "data", "seed")
 def run(options: Options) -> int:
     """Train, evaluate, export; the last line of output is the summary as JSON. Raises LoopedError."""
     begun = time.monotonic()
-    folder = prepare_folder(options)
+    check_run(options)
     from looped.progress import last_json
     from looped.train.windows import open_corpus
 
     corpus = open_corpus(options.data, options.seed, resolve_device(options), as_found=options.resume)
-    last_json(train(options, folder, corpus, begun))
+    last_json(train(options, prepare_folder(options), corpus, begun))
     return 0
 
 
-def prepare_folder(options: Options) -> Path:
-    """The output folder of a new or resumed run. Raises LoopedError where it holds a run and nobody said what to do."""
+def check_run(options: Options) -> Path:
+    """The output folder, untouched. Raises LoopedError for numbers out of range and a folder that cannot take the run,
+    such as one that holds a run and nobody said what to do.
+    """
+    check(options)
     if options.output is None:
         raise LoopedError("output is missing: give a folder for the run with --output")
     if options.finish and options.max_seconds is None:
@@ -47,16 +50,25 @@ def prepare_folder(options: Options) -> Path:
     if options.resume:
         if not (folder / "checkpoint.ckpt").is_file():
             raise LoopedError(f"{folder} holds no checkpoint to resume; leave --resume out to start a run there")
-        _check_same(json.loads(plan.read_text(encoding="utf-8")), _plain(options))
+        _check_same(read_object(plan), _plain(options))
         return folder
+    check_folder(folder)
     if folder.is_dir() and any(folder.iterdir()):
         if not options.overwrite:
             raise LoopedError(f"{folder} already holds a run; continue it with --resume or replace it with --overwrite")
         if not plan.is_file():
             raise LoopedError(f"{folder} is not empty and holds no run of this program; give another folder")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(plan, json.dumps(_plain(options), indent=2) + "\n")
+    return folder
+
+
+def prepare_folder(options: Options) -> Path:
+    """The output folder of a new or resumed run, with its recipe; a run that is replaced goes away. Raises as above."""
+    folder = check_run(options)
+    if not options.resume:
+        if folder.is_dir() and any(folder.iterdir()):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "recipe.json", json.dumps(_plain(options), indent=2) + "\n")
     return folder
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -123,6 +125,37 @@ class Options:
     accuracy_problems: int = option(0, "evaluation problems answered greedily at the end, per depth and setting")
     resume: bool = option(False, "go on from the checkpoint in the output folder")
     overwrite: bool = option(False, "replace the run in the output folder")
+
+
+_COUNTS = (
+    *("model.width", "model.ffn", "model.heads", "model.loops", "optim.rows", "optim.accumulate", "optim.tokens"),
+    *("data.tokens", "data.window", "log_every", "max_steps"),
+)
+_NOT_NEGATIVE = (
+    *("data.workers", "recurrence.backprop", "eval_rows", "accuracy_problems", "optim.lr", "optim.weight_decay"),
+    *("optim.clip", "objective.beta", "objective.question_weight", "recurrence.question_weight", "reserve"),
+    *("recurrence.mean", "recurrence.sigma", "recurrence.shallow_weight", "checkpoint_seconds", "max_seconds"),
+    *("init.embed_std", "init.linear_std", "init.head_std", "optim.total_seconds"),
+)
+_SHARES = (
+    *("optim.min_lr", "optim.warmup", "objective.floor", "objective.ragged_from"),
+    *("recurrence.kv_shared_fraction", "recurrence.kv_shared_from"),
+)
+
+
+def check(options: Options) -> None:
+    """Refuse numbers out of their range and a model that cannot be built, before a folder is touched."""
+    for names, low, high in ((_COUNTS, 1, math.inf), (_NOT_NEGATIVE, 0, math.inf), (_SHARES, 0, 1)):
+        for name in names:
+            value = attrgetter(name)(options)
+            if value is not None and not (low <= value <= high and value < math.inf):
+                wanted = f"between {low} and {high}" if high < math.inf else f"at least {low}"
+                raise LoopedError(f"--{name.replace('_', '-')} must be {wanted}, got {value}")
+    if not 0 <= options.seed < 1 << 31:
+        raise LoopedError(f"--seed must be between 0 and {(1 << 31) - 1}, got {options.seed}")
+    if Path(options.name).name != options.name or options.name in ("", ".", ".."):
+        raise LoopedError(f"--name is the name of a folder inside the output folder, got {options.name!r}")
+    model_config(options.model, 1, 1, None, None)
 
 
 def model_config(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from looped.train.pretrain import prepare_folder, train
 from looped.train.recipe import Data, Init, Objective, Optim, Options, Recurrence, Shape
 from looped.train.schedule import Clock, beta, learning_rate
 from looped.train.windows import Corpus, Windows
+from tests.conftest import Ran
 
 pytest.importorskip("lightning")
 
@@ -128,6 +130,34 @@ def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoopedError, match="holds no run of this program"):
         prepare_folder(replace(choices, output=tmp_path / "mine", overwrite=True))
     assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--model.heads", "0"),
+        ("--model.heads", "7"),
+        ("--optim.lr", "-1"),
+        ("--optim.rows", "0"),
+        ("--objective.floor", "2"),
+        ("--log-every", "0"),
+        ("--max-steps", "0"),
+        ("--eval-rows", "-1"),
+        ("--seed", "-1"),
+        ("--name", "../elsewhere"),
+        ("--data.gsm8k", "nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_leaves_the_run_that_it_would_replace(
+    cli: Callable[..., Ran], tmp_path: Path, flag: str, value: str
+) -> None:
+    folder = prepare_folder(options(tmp_path / "run"))
+    before = (folder / "recipe.json").read_bytes()
+    refused = cli("train", "--output", folder, "--overwrite", "--device", "cpu", flag, value)
+    assert refused.code == 2, refused
+    assert (folder / "recipe.json").read_bytes() == before
+    assert cli("train", "--output", tmp_path / "new", "--device", "cpu", flag, value).code == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_resuming_another_recipe_names_the_difference(tmp_path: Path) -> None:
