@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An exception that is not a LoopedError is a bug of ours and keeps its traceback; LOOPED_DEBUG=1 shows it for both.
     """
     try:
-        with _unwinding():
+        with _unwinding(), _plain_warnings():
             code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
@@ -88,6 +89,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"looped: error: {error.strerror}{where}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings meant for the user are one line, without a file and its code; those of libraries stay as they are."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+            if category is UserWarning:
+                print(f"looped: warning: {message}", file=sys.stderr)
+            else:
+                shown(message, category, *where, **rest)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

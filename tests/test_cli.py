@@ -230,3 +230,10 @@ def test_lazy_names_are_what_their_modules_define() -> None:
     assert set(looped._HOMES) | {"LoopedError", "__version__"} == set(looped.__all__)
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         looped.laod  # noqa: B018
+
+
+def test_warnings_are_one_line(cli_process: Callable[..., Ran]) -> None:
+    ran = cli_process("generate", "Q: 2 + 2 = ?\nA:", "--max-loops", "5", "--max-tokens", "1", "--temperature", "0")
+    assert ran.code == 0
+    assert "looped: warning: max_loops = 5 is above the 4 loops of training\n" in ran.err
+    assert "loading.py" not in ran.err
