@@ -131,23 +131,23 @@ def clock(seconds: float) -> str:
 
 def last_json(result: Any) -> None:
     """Print `result` as one line of JSON on stdout, the last thing a job prints; NaN and infinity become null."""
-    print(json.dumps(_plain(result), allow_nan=False), flush=True)
+    print(json.dumps(plain(result), allow_nan=False), flush=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value in JSON's types: dataclasses and named tuples become objects, array scalars numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())
+        return plain(value._asdict())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # tensors and arrays, without importing what makes them
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from looped.progress import plain
 
 if TYPE_CHECKING:
     from looped.analysis.offline import OfflineResult
@@ -170,12 +171,4 @@ class DemoResults:
 
 def to_json(results: DemoResults) -> str:
     """The results as a JSON object; numbers that JSON lacks become null."""
-    return json.dumps(_finite(dataclasses.asdict(results)), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(plain(results), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

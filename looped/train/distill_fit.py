@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from looped.errors import LoopedError
+from looped.files import whole
 from looped.gates.losses import distillation_loss
 from looped.progress import progress
 from looped.train.distill import LBFGS_AT_ONCE, Features, Teaching, collect
@@ -246,6 +246,5 @@ class _Keeper(callbacks.Callback):
             state = trainer.optimizers[0].state[parameter]
             tensors |= {f"{key}.{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
         tensors |= {"step": torch.tensor(step), "positions": torch.tensor(self.positions)}
-        partial = self.unfinished.path.with_suffix(".partial")
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
-        os.replace(partial, self.unfinished.path)
+        with whole(self.unfinished.path) as partial:
+            save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, partial)
