@@ -6,29 +6,49 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from looped.infer.pages import Pool
-from looped.infer.scheduler import Chunk
 from looped.model.attention import Attend
 
 
 class DecodeBatch(NamedTuple):
-    """One new token of each of N sequences, in order of position. Rows may read different planes."""
+    """One new token of each of N sequences, in any order; rows may read different planes. All int64 [N] on the device.
+
+    Padding rows have slot 0 and position 0; there may be several. The tensors may be static buffers of a CUDA graph:
+    a backend looks at their values on the device only (`sdpa` apart, which no graph captures on a CPU).
+    """
 
     slots: Tensor
     planes: Tensor
     positions: Tensor
-    lens: list[int]
-    """positions + 1, on the host."""
+    max_len: int
+    """No row has more keys than this (positions + 1): an upper bound known to the host."""
+
+
+class Piece(NamedTuple):
+    """Rows `start` to `stop` of a packed batch: tokens of one prompt in rising order of position.
+
+    `first` is the position of the first row and `end` one more than that of the last. `contiguous` says that the rows
+    are consecutive positions; in a ragged prefill, tokens that left the loop are missing between them.
+    """
+
+    slot: int
+    start: int
+    stop: int
+    first: int
+    end: int
+    contiguous: bool = True
 
 
 class PrefillBatch(NamedTuple):
-    """Consecutive pieces of prompts, packed: N tokens, with the slot and position of each."""
+    """Pieces of prompts, packed: N rows, with the slot and position of each (int64 [N] on the device). Never padded,
+    never captured in a graph."""
 
     slots: Tensor
     positions: Tensor
-    chunks: tuple[Chunk, ...]
+    pieces: tuple[Piece, ...]
 
 
 class Backend(Protocol):
@@ -36,8 +56,8 @@ class Backend(Protocol):
 
     name: str
 
-    def check(self, page_size: int, device_type: str) -> None:
-        """Raise `LoopedError` where the backend cannot serve this page size or device."""
+    def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
+        """Raise `LoopedError` where the backend cannot serve this model, page size or device."""
         ...
 
     def describe(self) -> str:
@@ -49,5 +69,6 @@ class Backend(Protocol):
         ...
 
     def prefill(self, pool: Pool, batch: PrefillBatch, plane: int) -> Attend:
-        """Causal attention of packed pieces in one plane: each reads its own piece and what is stored before it."""
+        """Causal attention of packed pieces in one plane: a row reads every stored token of its sequence up to itself,
+        those of its own piece and those that left the loop earlier included."""
         ...
