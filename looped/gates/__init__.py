@@ -2,6 +2,7 @@
 
 from looped.gates.criteria import ConvergenceGate, DelayGate, FixedGate, ReplayGate
 from looped.gates.hazard import LookaheadGate, OuroGate, PreLoopGate
+from looped.gates.hybrid import HybridGate
 from looped.gates.protocol import Carry, Entry, Gate, Params
 from looped.gates.registry import get_gate, load_gate, native_gate
 
@@ -12,6 +13,7 @@ __all__ = [
     "Entry",
     "FixedGate",
     "Gate",
+    "HybridGate",
     "LookaheadGate",
     "OuroGate",
     "Params",

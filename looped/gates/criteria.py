@@ -111,11 +111,14 @@ class ReplayGate(_KnownDepth):
         bound.table = self.table.to(model.device)
         return bound
 
-    def depth(self, entry: Entry) -> Tensor:
-        row = torch.zeros_like(entry.request) if self.shared else entry.request
-        if not self.shared and int(row.max()) >= self.table.shape[0]:
+    def check_request(self, ordinal: int) -> None:
+        if not self.shared and ordinal >= self.table.shape[0]:
             raise LoopedError(f"the replay gate holds depths of {self.table.shape[0]} requests; more were given")
-        return self.table[row, entry.token_index.clamp(max=self.table.shape[1] - 1)]
+
+    def depth(self, entry: Entry) -> Tensor:
+        # Clamped, because rows of slots without a sequence hold whatever the last one left.
+        row = entry.request.clamp(0, self.table.shape[0] - 1)
+        return self.table[row, entry.token_index.clamp(0, self.table.shape[1] - 1)]
 
 
 class DelayGate(Gate):
@@ -140,6 +143,9 @@ class DelayGate(Gate):
 
     def default_threshold(self, config: ModelConfig) -> float:
         return self.inner.default_threshold(config)
+
+    def check_request(self, ordinal: int) -> None:
+        self.inner.check_request(ordinal)
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
         return self.inner.start(entry, self._inner_params(params))

@@ -9,7 +9,7 @@ folded onto it (ragged KV, eqs. 2-4). A threshold of 1 never exits early.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from looped.gates.protocol import Carry, Entry, Gate, Params, State, none_ahead,
 from looped.model import LoopedLM
 
 
-def crosses(survival: Tensor, step: Tensor, params: Params) -> Tensor:
+def crosses(survival: Tensor, step: Tensor | int, params: Params) -> Tensor:
     """C(step) >= q where the step is allowed to exit and q < 1: bool [B]."""
     cumulative = 1 - survival
     reached = cumulative >= params.threshold.to(cumulative.dtype)
@@ -84,16 +84,20 @@ class TrainedGate(Gate):
         self.hidden_size, self.max_loops = hidden_size, max_loops
         self.teacher, self.revision = teacher, revision
 
-    def bind(self, model: LoopedLM) -> TrainedGate:
+    def check_model(self, model: LoopedLM, kind: str) -> None:
+        """Raise `LoopedError`, about a gate of this `kind`, where `model` is not the teacher or runs more loops."""
         if model.config.hidden_size != self.hidden_size or model.revision != self.revision:
             raise LoopedError(
-                f"this {self.kind} gate was made for {self.teacher} (width {self.hidden_size}, weights "
+                f"this {kind} gate was made for {self.teacher} (width {self.hidden_size}, weights "
                 f"{self.revision[:12]}) and cannot run on {model.name}; train one with `looped train-gate`"
             )
         if model.config.max_loops > self.max_loops:
             raise LoopedError(
-                f"this {self.kind} gate was made for {self.max_loops} loops; {model.name} runs {model.config.max_loops}"
+                f"this {kind} gate was made for {self.max_loops} loops; {model.name} runs {model.config.max_loops}"
             )
+
+    def bind(self, model: LoopedLM) -> Self:
+        self.check_model(model, self.kind)
         bound = copy.copy(self)
         dtype = torch.promote_types(model.dtype, torch.float32)
         bound.weight_NF = self.weight_NF.to(model.device, dtype)
@@ -130,6 +134,11 @@ class LookaheadGate(TrainedGate):
         return (survival,), crosses(survival, step + 1, params)
 
 
+def entry_features(entry: Entry) -> Tensor:
+    """`pre_loop_features` of rows about to enter the loop; a token's input is its injection where the model has one."""
+    return pre_loop_features(entry.z0 if entry.injection is None else entry.injection, entry.carry)
+
+
 def pre_loop_features(entry_input: Tensor, carry: Carry | None) -> Tensor:
     """What the pre-loop gate sees: the token's input [B, D], the last token's exit state and three numbers: [B, 2D+3].
 
@@ -149,6 +158,14 @@ class PreLoopGate(TrainedGate):
     latency = 1
     uses_carry = True
 
+    def first_only(self) -> PreLoopGate:
+        """The gate with the head of lambda_1 alone."""
+        first = copy.copy(self)
+        first.weight_NF, first.bias_N = self.weight_NF[:1], self.bias_N[:1]
+        if self.hidden is not None:
+            first.hidden = self.hidden._replace(out_NM=self.hidden.out_NM[:1])
+        return first
+
     def hazards(self, features_BF: Tensor) -> Tensor:
         """Predicted lambda_1..lambda_{R-1}: [B, R-1]."""
         logits = features_BF @ self.weight_NF.T + self.bias_N
@@ -158,8 +175,7 @@ class PreLoopGate(TrainedGate):
         return torch.sigmoid(logits)
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
-        given = entry.z0 if entry.injection is None else entry.injection
-        survival_BN = (1 - self.hazards(pre_loop_features(given, entry.carry))).cumprod(-1)
+        survival_BN = (1 - self.hazards(entry_features(entry))).cumprod(-1)
         steps = torch.arange(1, survival_BN.shape[1] + 1, device=survival_BN.device)
         column = Params(*(p[:, None] for p in params))
         exits = crosses(survival_BN, steps[None], column)

@@ -9,6 +9,11 @@ such tensors, so an engine can keep it by slot, gather rows and scatter them bac
         state, decision = gate.step(state, z, step, params)
         exit = (decision if gate.latency == 0 else ahead) or step == params.max_depth
         ahead = decision
+
+`start`, `step` and `finish` also run inside CUDA graphs, on batches padded with slots that hold no sequence. So they
+never wait for the device (no `.item()`, no `if` on a tensor, no boolean indexing), never copy from the host (no
+`torch.tensor`), have shapes that depend on B alone, and no value in a row, however stale, makes them raise. What can be
+checked of a request is checked by `check_request` on the host, before it is queued.
 """
 
 # B rows, D width, V vocabulary
@@ -110,6 +115,9 @@ class Gate(ABC):
         if not low <= threshold <= high:
             raise LoopedError(f"threshold {threshold} is outside the range {low:g} to {high:g} of the {self.name} gate")
         return threshold
+
+    def check_request(self, ordinal: int) -> None:  # noqa: B027, most gates decide for any request
+        """Raise `LoopedError` if the gate cannot decide for request number `ordinal` of a call (`Entry.request`)."""
 
     def check_layout(self, layout: str, prefill: str) -> None:
         """Say so when the gate was trained under another KV layout or prefill than it will run with."""

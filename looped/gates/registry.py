@@ -19,6 +19,7 @@ GATE_NAMES = (
     "convergence",
     "lookahead",
     "pre-loop",
+    "hybrid",
     "fixed-N",
     "delayed-ouro",
     "delayed-convergence",
@@ -28,8 +29,8 @@ GATE_NAMES = (
 def load_gate(name_or_dir: str | Path) -> Gate:
     """A gate by name or from a checkpoint folder, not yet bound to a model.
 
-    `lookahead` and `pre-loop` are the gates that ship with tiny-ouro. Raises `LoopedError` for an unknown name and
-    for a damaged checkpoint.
+    `lookahead`, `pre-loop` and `hybrid` are the gates that ship with tiny-ouro. Raises `LoopedError` for an unknown
+    name and for a damaged checkpoint.
     """
     name = str(name_or_dir)
     if name in TRAINED:

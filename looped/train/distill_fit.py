@@ -49,14 +49,16 @@ class Distillation(lightning.LightningModule):
         self.students, self.heads = teaching.students, nn.ModuleList(teaching.students)
         self.plan, self.steps, self.lbfgs = teaching.plan, teaching.steps, teaching.lbfgs
         self.first_step, self.num_positions = 0, teaching.plan.tokens
-        for student in self.students:
-            student.linear = teaching.lbfgs or not student.hidden
+        self.parts = [part for student in self.students for part in student.parts]
+        for part in self.parts:
+            part.linear = teaching.lbfgs or not part.hidden
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         total = torch.zeros((), device=batch.hazards.device)
         for student, inputs in zip(self.students, batch.inputs, strict=True):
             total = total + distillation_loss(self.plan.loss, student(inputs), batch.hazards, student.min_depth)
-            total = total + self.plan.ridge / self.num_positions * student.weight.square().sum()
+            for part in student.parts:
+                total = total + self.plan.ridge / self.num_positions * part.weight.square().sum()
         if not bool(torch.isfinite(total)):
             raise LoopedError(
                 f"the loss is {float(total)} at step {self.first_step + batch_idx + 1}; try a smaller --lr than "
@@ -66,7 +68,7 @@ class Distillation(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.lbfgs:
-            heads = [parameter for student in self.students for parameter in (student.weight, student.bias)]
+            heads = [parameter for part in self.parts for parameter in (part.weight, part.bias)]
             return torch.optim.LBFGS(heads, max_iter=LBFGS_AT_ONCE, history_size=20, line_search_fn="strong_wolfe")
         heads = [parameter for name, parameter in self.named_parameters() if ".hidden." not in name]
         layers = [parameter for name, parameter in self.named_parameters() if ".hidden." in name]
@@ -74,10 +76,10 @@ class Distillation(lightning.LightningModule):
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=self.plan.lr)
 
     def begin_hidden(self) -> bool:
-        """Go over from fitted heads to AdamW on all parameters; False where no student has a hidden layer left."""
-        todo = [student for student in self.students if student.hidden and student.linear]
-        for student in todo:
-            student.linear = False
+        """Go over from fitted heads to AdamW on all parameters; False where no hidden layer is left."""
+        todo = [part for part in self.parts if part.hidden and part.linear]
+        for part in todo:
+            part.linear = False
         self.lbfgs, self.steps = False, _HIDDEN_STEPS
         return bool(todo)
 

@@ -32,11 +32,14 @@ class Options:
     """Distil an exit gate from a looped model's own gate, under the KV layout and prefill it will run with.
 
     Several gates can be trained on one forward of the teacher; each then gets a folder of its own inside the output
-    folder. `lookahead` decides one loop step ahead, `pre-loop` before the first.
+    folder. `lookahead` decides one loop step ahead, from the second on; `pre-loop` before the first; `hybrid` decides
+    about the first step before it and about the others one step ahead.
     """
 
     teacher: str = option("tiny-ouro", "model with an exit gate of its own: name, hub id or folder")
-    gate: tuple[str, ...] = option(("lookahead",), "gates to train: lookahead, pre-loop, or all")
+    gate: tuple[str, ...] = option(
+        ("lookahead",), "gates to train: lookahead, pre-loop, hybrid; all: lookahead and pre-loop"
+    )
     output: Path | None = option(None, "folder for the gate checkpoint")
     kv: str | None = option(None, "KV layout the gate will run under; the model's own when left out")
     prefill: Literal["dense", "ragged"] = option("dense", "whether prompt tokens run at full depth or exit too")
@@ -174,8 +177,9 @@ def train_gates(options: Options, folder: Path) -> list[GateReport]:
     from looped.train.students import new_students, student_kinds
 
     layout = None if options.kv is None else get_layout(options.kv)
-    if "pre-loop" in student_kinds(options.gate) and options.prefill == "ragged":
-        raise LoopedError("the pre-loop gate needs the token before, so it cannot run in a ragged prefill")
+    for kind in student_kinds(options.gate):
+        if options.prefill == "ragged" and kind != "lookahead":
+            raise LoopedError(f"the {kind} gate needs the token before, so it cannot run in a ragged prefill")
     model = load_teacher(options)
     students = new_students(options.gate, model, options.hidden)
     layout = layout or get_layout(model.config.default_layout)

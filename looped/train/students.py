@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from looped.errors import LoopedError, unknown
-from looped.gates import Carry, LookaheadGate, OuroGate, PreLoopGate
+from looped.gates import Carry, HybridGate, LookaheadGate, OuroGate, PreLoopGate
 from looped.gates.hazard import Hidden, TrainedGate, pre_loop_features
 from looped.gates.losses import fold
 from looped.model import LoopedLM
@@ -45,6 +46,39 @@ def read(model: LoopedLM, h: Tensor, following: Tensor) -> Reading:
 
 
 class Student(nn.Module, ABC):
+    """A gate in training: sees numbers of a position, predicts its hazards from depth `min_depth` on."""
+
+    kind: ClassVar[str]
+    min_depth: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def num_inputs(self) -> int:
+        """Numbers the gate sees of one position."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Heads, ...]:
+        """The sets of heads it is made of."""
+
+    @abstractmethod
+    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
+        """What the gate sees at the positions `where` [B, T]: [N, ...] float32."""
+
+    @abstractmethod
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits [N, R - min_depth] of predicted hazards."""
+
+    @abstractmethod
+    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
+        """Set what depends on data from a first batch: inputs [N, ...] and teacher hazards [N, R-1]."""
+
+    @abstractmethod
+    def gate(self, model: LoopedLM) -> TrainedGate | HybridGate:
+        """The finished gate, bound to its teacher."""
+
+
+class Heads(Student):
     """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1.
 
     Weights act on standardised inputs, with mean and scale taken from a first batch, so that one step size and one
@@ -52,8 +86,6 @@ class Student(nn.Module, ABC):
     without effect; while `linear` is set they are left out.
     """
 
-    kind: ClassVar[str]
-    min_depth: ClassVar[int]
     gate_class: ClassVar[type[TrainedGate]]
     mean: Tensor
     scale: Tensor
@@ -78,19 +110,13 @@ class Student(nn.Module, ABC):
 
     @property
     def num_inputs(self) -> int:
-        """Numbers the gate sees of one position."""
         return self.weight.shape[1]
 
-    @abstractmethod
-    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
-        """What the gate sees at the positions `where` [B, T]: [N, ...] float32."""
-
-    @abstractmethod
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [N, R - min_depth] of predicted hazards."""
+    @property
+    def parts(self) -> tuple[Heads, ...]:
+        return (self,)
 
     def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        """Set what depends on data from a first batch: inputs [N, ...] and teacher hazards [N, R-1]."""
         weight, bias = self.heads()
         self.mean.copy_(inputs.mean(0))
         spread = inputs.std(0)
@@ -115,7 +141,6 @@ class Student(nn.Module, ABC):
         return F.dropout(F.gelu(x), _DROPOUT, self.training)
 
     def gate(self, model: LoopedLM) -> TrainedGate:
-        """The finished gate, bound to its teacher."""
         config = model.config
         weight, bias = self.heads()
         trained = self.gate_class(
@@ -130,7 +155,7 @@ class Student(nn.Module, ABC):
         return trained.bind(model)
 
 
-class LookaheadStudent(Student):
+class LookaheadStudent(Heads):
     """One head a step on z_r, r = 1..R-2, that starts as the teacher's own head and learns lambda_{r+1}."""
 
     kind, min_depth, gate_class = "lookahead", LookaheadGate.min_depth, LookaheadGate
@@ -161,14 +186,15 @@ class LookaheadStudent(Student):
         return logits + (self.activate(torch.stack(active, 1)) * layer.out_NM).sum(-1)
 
 
-class PreLoopStudent(Student):
-    """All hazards from the token's input and the carry of the token before it."""
+class PreLoopStudent(Heads):
+    """All hazards, or the first `num_heads`, from the token's input and the carry of the token before it."""
 
     kind, min_depth, gate_class = "pre-loop", 1, PreLoopGate
 
-    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
+    def __init__(self, model: LoopedLM, hidden: int = 0, num_heads: int | None = None) -> None:
         config = model.config
-        super().__init__(model, config.max_loops - 1, 2 * config.hidden_size + 3, hidden, num_layers=1)
+        num_heads = config.max_loops - 1 if num_heads is None else num_heads
+        super().__init__(model, num_heads, 2 * config.hidden_size + 3, hidden, num_layers=1)
 
     def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
         before = where.roll(-1, 1)
@@ -195,14 +221,64 @@ class PreLoopStudent(Student):
         return logits + self.activate(inputs @ layer.weight_KMF[0].T + layer.bias_KM[0]) @ layer.out_NM.T
 
 
-STUDENTS: dict[str, type[LookaheadStudent] | type[PreLoopStudent]] = {
-    student.kind: student for student in (LookaheadStudent, PreLoopStudent)
+class HybridStudent(Student):
+    """lambda_1 as the pre-loop gate sees a token, lambda_{r+1} from z_r: nothing is folded into the second.
+
+    Its inputs are those of the two parts side by side, [N, 2 D + 3 + (R - 2) D].
+    """
+
+    kind, min_depth = "hybrid", HybridGate.min_depth
+
+    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
+        super().__init__()
+        if model.config.max_loops < 3:
+            raise LoopedError(f"{model.name} runs {model.config.max_loops} loops; a {self.kind} gate needs 3")
+        self.pre_loop = PreLoopStudent(model, hidden, num_heads=1)
+        self.lookahead = LookaheadStudent(model, hidden)
+
+    @property
+    def num_inputs(self) -> int:
+        return sum(part.num_inputs for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[Heads, ...]:
+        return self.pre_loop, self.lookahead
+
+    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
+        return torch.cat([part.inputs(model, batch, seen, where).flatten(1) for part in self.parts], 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        before, states = self._split(inputs)
+        return torch.cat((self.pre_loop(before), self.lookahead(states)), -1)
+
+    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
+        before, states = self._split(inputs)
+        self.pre_loop.prepare(before, hazards[:, :1])
+        self.lookahead.prepare(states, hazards)
+
+    def gate(self, model: LoopedLM) -> HybridGate:
+        pre_loop, lookahead = self.pre_loop.gate(model), self.lookahead.gate(model)
+        assert isinstance(pre_loop, PreLoopGate) and isinstance(lookahead, LookaheadGate)
+        return HybridGate(pre_loop, lookahead)
+
+    def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the two parts: [N, 2 D + 3] and [N, R - 2, D]."""
+        size = self.pre_loop.num_inputs
+        return inputs[:, :size], inputs[:, size:].reshape(len(inputs), *self.lookahead.weight.shape)
+
+
+STUDENTS: dict[str, Callable[[LoopedLM, int], Student]] = {
+    student.kind: student for student in (LookaheadStudent, PreLoopStudent, HybridStudent)
 }
+_ALL = (LookaheadStudent.kind, PreLoopStudent.kind)
 
 
 def student_kinds(names: tuple[str, ...]) -> list[str]:
-    """The kinds of gates that names ask for, `all` for each. Raises LoopedError for other names and for none."""
-    kinds = list(STUDENTS) if "all" in names else list(dict.fromkeys(names))
+    """The kinds of gates that names ask for, `all` for those of a single part.
+
+    Raises LoopedError for other names and for none.
+    """
+    kinds = list(dict.fromkeys(kind for name in names for kind in (_ALL if name == "all" else (name,))))
     for name in kinds:
         if name not in STUDENTS:
             raise unknown("gate to train", name, [*STUDENTS, "all"])

@@ -166,7 +166,7 @@ def test_json_is_the_last_line(cli: Callable[..., Any], teacher: Path, tmp_path:
     ("words", "sentence"),
     [
         (("--gate", "lookahed"), "did you mean 'lookahead'"),
-        (("--gate", "none"), "known: lookahead, pre-loop, all"),
+        (("--gate", "none"), "known: lookahead, pre-loop, hybrid, all"),
         (("--kv", "raged"), "did you mean 'ragged'"),
         (("--gate", "pre-loop", "--prefill", "ragged"), "cannot run in a ragged prefill"),
         (("--tokens", "0"), "--tokens must be at least 1"),
