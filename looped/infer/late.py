@@ -61,6 +61,8 @@ class LateScheduler(Scheduler):
                 core, prelude = core + prelude, 0
             elif stage is Stage.CODA:
                 coda, prelude = max(0, coda - rows), prelude + rows
+            elif stage is Stage.RESTORE:
+                prelude, core = prelude + rows, core + rows  # to whichever it was taken from
         most = len(self.decode)
         prelude = min(prelude, most)
         if self._rounds >= self.max_loops:
@@ -82,7 +84,7 @@ class LateScheduler(Scheduler):
 
     def launched(self, plan: Plan, ending: Collection[int] = ()) -> None:
         """A launch was made; what it did to the queues is known later."""
-        rows = plan.rows
+        rows = plan.rows or len(plan.slots)
         if plan.stage is Stage.PREFILL:
             complete = [chunk.slot for chunk in plan.chunks if chunk.last]
             self.decode.update(slot for slot in complete if slot not in ending)

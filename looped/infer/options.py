@@ -12,18 +12,20 @@ from looped.infer.scheduler import POLICIES
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from looped.decode import PrefillSchedule
     from looped.gates import Gate
     from looped.kv import KVLayout
 
 EXITS = ("sync", "lookahead", "device")
-PREEMPTION = ("recompute", "offload")
+PREEMPTION = ("auto", "recompute", "offload", "off")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """See `looped.LLM`, whose arguments these are.
 
-    `poison` fills freed pages with NaN, to test that nobody reads them.
+    `poison` fills freed pages with NaN, to test that nobody reads them; `pad_batches` pads decode batches to the sizes
+    of CUDA graphs, None where there is a GPU.
     """
 
     mode: str = "refill"
@@ -34,6 +36,8 @@ class EngineOptions:
     depth: int | None = None
     compute: str = "sparse"
     prefill: str = "dense"
+    prefill_threshold: float | PrefillSchedule | None = None
+    mix_prefill: bool = False
     exits: str = "sync"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
@@ -43,15 +47,16 @@ class EngineOptions:
     kv_headroom: float = 0.0
     num_pages: int | None = None
     page_size: int | None = None
-    preemption: str | None = None
+    preemption: str | None = "auto"
     prefix_caching: bool = False
     backend: str = "auto"
     graphs: bool = True
     seed: int = 0
     poison: bool = False
+    pad_batches: bool | None = None
 
     def check(self) -> None:
-        """Raise `LoopedError` for unknown names and for what is known but not available yet."""
+        """Raise `LoopedError` for unknown names, wrong types and options that contradict each other."""
         self._check_types()
         if self.mode not in POLICIES:
             raise unknown("mode", self.mode, POLICIES)
@@ -65,15 +70,12 @@ class EngineOptions:
             raise LoopedError(f"chunk_size must be at least 1, got {self.chunk_size}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise LoopedError(f"seed must fit in 64 bits, got {self.seed}")
-        later = {
-            f"exits={self.exits!r}": (self.exits != "sync", "exits='sync'"),
-            "prefill='ragged'": (self.prefill == "ragged", "prefill='dense'"),
-            f"preemption={self.preemption!r}": (self.preemption is not None, "preemption=None"),
-            "prefix_caching=True": (self.prefix_caching, "prefix_caching=False"),
-        }
-        for given, (wanted, instead) in later.items():
-            if wanted:
-                raise LoopedError(f"{given} is not available in the engine yet; use {instead}")
+        if self.mode == "cb" and self.prefill == "ragged":
+            raise LoopedError(
+                "mode 'cb' runs every token at full depth: a ragged prefill needs 'refill' or 'no-refill'"
+            )
+        if self.mode == "cb" and self.mix_prefill:
+            raise LoopedError("mix_prefill needs mode 'refill' or 'no-refill'")
 
     def _check_types(self) -> None:
         sizes = ("max_num_seqs", "max_num_batched_tokens", "seed")

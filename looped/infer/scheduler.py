@@ -413,8 +413,9 @@ class Scheduler:
     def done_prelude(self, plan: Plan) -> None:
         """New tokens enter the loop behind those that are in it."""
         self.prelude = []
-        self.core.extend(plan.slots)
-        for slot in plan.slots:
+        slots = self._still_active(plan)
+        self.core.extend(slots)
+        for slot in slots:
             self.active[slot].step = 0
         self._record(plan)
 
@@ -422,12 +423,13 @@ class Scheduler:
         """Tokens that exited wait for the coda; the others go round again."""
         out = set(exited)
         steps: dict[int, int] = {}
-        for slot in plan.slots:
+        slots = self._still_active(plan)
+        for slot in slots:
             job = self.active[slot]
             job.step += 1
             steps[job.step] = steps.get(job.step, 0) + 1
-        self.core = [slot for slot in plan.slots if slot not in out]
-        self.coda.extend(slot for slot in plan.slots if slot in out)
+        self.core = [slot for slot in slots if slot not in out]
+        self.coda.extend(slot for slot in slots if slot in out)
         self._ridden += bool(plan.riders)
         self._record(plan, tuple(sorted(steps.items())), len(out))
 
@@ -435,10 +437,14 @@ class Scheduler:
         """Sequences with a new token await the prelude; `finished` ones give back slot and pages. Those that are
         `ending` stay active and in no queue until `remove`, because their last token is still on its way."""
         self.coda = []
-        for slot in plan.slots:
+        for slot in self._still_active(plan):
             if slot not in ending:
                 self._continue(self.active[slot], finished)
         self._record(plan)
+
+    def _still_active(self, plan: Plan) -> list[int]:
+        """Slots of a plan whose sequences did not end while it ran."""
+        return [slot for slot in plan.slots if slot in self.active]
 
     def _continue(self, job: Job, finished: Collection[int]) -> None:
         if job.slot in finished:

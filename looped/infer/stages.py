@@ -1,202 +1,223 @@
-"""The four stages over packed rows: gather the slots of a batch, run the model, scatter back.
+"""The stages over rows of slots: gather, run the model, scatter back.
 
-Every scheduler runs these and nothing else. Positions and loop steps of a batch are known to the host as well, since
-the engine waits for the exits of every core step.
+Every scheduler and every way to hear of exits runs these and nothing else. A decode stage is a function of one tensor
+of slots; what it needs beyond that lies in the rows of `DeviceState`. Nothing in it waits for the device, so it can be
+captured in a CUDA graph. Prompts run in `prompts.py`.
 """
 
 # N rows, D width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from looped.decode import DecodePolicy
 from looped.gates import Entry
-from looped.infer.backends import Backend, DecodeBatch, PrefillBatch
+from looped.infer.backends import Backend, DecodeBatch
+from looped.infer.graphs import Graphs
 from looped.infer.pages import KVMemory, Pool
-from looped.infer.scheduler import Chunk
-from looped.infer.state import DeviceState
+from looped.infer.sampler import Drawn, Sampler
+from looped.infer.state import CODA, CORE, IDLE, PRELUDE, DeviceState
+from looped.infer.transfer import upload
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
-from looped.sampling import sample
 
-
-class Row(NamedTuple):
-    """One sequence in a decode batch, as the host knows it: `step` is the number of loop steps run so far."""
-
-    slot: int
-    position: int
-    step: int
+if TYPE_CHECKING:
+    from looped.infer.prompts import Riders
 
 
 class Sampled(NamedTuple):
-    """New tokens of a batch, in its order. `ok` is False where the logits were not finite."""
+    """New tokens of a batch, by row; rows of slot 0 are padding. Device tensors [N]; see `Drawn` for the last three."""
 
-    tokens: list[int]
-    depths: list[int]
-    ok: list[bool]
+    slots: Tensor
+    tokens: Tensor
+    depths: Tensor
+    ok: Tensor
+    logprobs: Tensor | None
+    top_ids: Tensor | None
+    top_logprobs: Tensor | None
 
 
 class Stages:
-    """The model run stage by stage on the engine's state and KV pools."""
+    """The decode stages on the engine's state and KV pools."""
 
     def __init__(
-        self, model: LoopedLM, policy: DecodePolicy, state: DeviceState, kv: KVMemory, backend: Backend
+        self,
+        model: LoopedLM,
+        policy: DecodePolicy,
+        state: DeviceState,
+        kv: KVMemory,
+        backend: Backend,
+        sampler: Sampler,
+        graphs: Graphs,
+        pad: bool,
     ) -> None:
-        self.model, self.state, self.kv, self.backend = model, state, kv, backend
-        self.layout, self.max_loops, self.dense = policy.layout, policy.max_depth, policy.dense_compute
-        self.gate = state.gate
-        planes = [self.layout.write_plane(step) for step in range(1, self.max_loops + 1)]
-        self._planes = torch.tensor([0, *planes], device=model.device)
+        self.model, self.policy, self.state = model, policy, state
+        self.kv, self.backend, self.sampler, self.graphs = kv, backend, sampler, graphs
+        self.gate, self.max_loops, self.dense = state.gate, policy.max_depth, policy.dense_compute
+        self._pad = pad
+        device = model.device
+        planes = [policy.layout.write_plane(step) for step in range(1, self.max_loops + 1)]
+        self._planes = torch.tensor([0, *planes], device=device)
+        # The slots of a host-picked batch, where graphs look for them; and how many launches there were.
+        self._slots = torch.zeros(state.num_slots, dtype=torch.long, device=device)
+        self.tick = torch.zeros(1, dtype=torch.long, device=device)
+        self._max_len = 0
+        self._capturing = False
 
-    # Prompts.
+    # Launching.
 
-    def prefill(self, chunks: tuple[Chunk, ...], token_ids: Sequence[int]) -> Sampled:
-        """Run pieces of prompts at full depth; returns the first tokens of the prompts that are complete now."""
-        state, model = self.state, self.model
-        for chunk in chunks:
-            self.kv.cover_prompt(chunk.slot, chunk.start, chunk.start + chunk.length)
+    def bucket(self, rows: int) -> int:
+        """Rows that a batch of `rows` is padded to."""
+        buckets = self.graphs.buckets
+        return buckets[bisect.bisect_left(buckets, rows)] if self._pad else rows
+
+    def on(
+        self, name: str, slots: Sequence[int], max_len: int, run: Callable[[Tensor], tuple[Tensor | None, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """Run a stage on slots that the host picked. `max_len` bounds the keys of any row."""
+        rows = self.bucket(len(slots))
+        at = self._slots[:rows]
+        at.copy_(upload([*slots, *[0] * (rows - len(slots))], torch.long, self.model.device))
+        return self._launch((name, rows), max_len, lambda: run(at))
+
+    def among(
+        self, name: str, phase: int, rows: int, max_len: int, run: Callable[[Tensor], tuple[Tensor | None, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """Run a stage on up to `rows` slots of a queue that the device picks; what waits beyond them stays."""
+        rows = self.bucket(max(rows, 1))
+        return self._launch((name, "device", rows), max_len, lambda: run(self.state.select(phase, rows)))
+
+    def _launch(
+        self, key: tuple[object, ...], max_len: int, run: Callable[[], tuple[Tensor | None, ...]]
+    ) -> tuple[Tensor | None, ...]:
         self.kv.flush()
-        batch = self._packed(chunks)
-        outer = self._prefill_attend(self.kv.outer, batch, 0)
-        noise = model.init_state(state.seed[batch.slots], batch.positions)
-        tokens = torch.tensor(token_ids, device=model.device)
-        h, injection = model.prelude(tokens, batch.positions, outer, noise)
-        for step in range(1, self.max_loops + 1):
-            plane = self.layout.write_plane(step)
-            h = model.core(h, injection, batch.positions, step, self._prefill_attend(self.kv.core, batch, plane))
-        ends = np.cumsum([chunk.length for chunk in chunks]) - 1
-        last = state.index_of([int(end) for end, chunk in zip(ends, chunks, strict=True) if chunk.last])
-        if not len(last) and self.kv.outer is None:
-            return Sampled([], [], [])
-        logits = model.coda(h, batch.positions, outer, rows=last)
-        if not len(last):
-            return Sampled([], [], [])
-        at = batch.slots[last]
-        state.index[at] = 0
-        depths = torch.full_like(at, self.max_loops)
-        return self._sample(at, h[last], logits, batch.positions[last], depths)
+        # A replayed graph must serve every length, and padded batches do the same work with graphs and without.
+        self._max_len = self.kv.max_len if self._pad else max_len
+        if self._capturing:
+            self.graphs.capture(key, run)
+            return ()
+        return self.graphs.run(key, run)
 
-    def _packed(self, chunks: tuple[Chunk, ...]) -> PrefillBatch:
-        slots = np.concatenate([np.full(chunk.length, chunk.slot) for chunk in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
-        device = self.model.device
-        return PrefillBatch(torch.from_numpy(slots).to(device), torch.from_numpy(positions).to(device), chunks)
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Launches are recorded as CUDA graphs instead. Every slot must be idle, and those given 0."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
 
-    def _prefill_attend(self, pool: Pool | None, batch: PrefillBatch, plane: int) -> Attend:
-        return dense_causal if pool is None else self.backend.prefill(pool, batch, plane)
+    # Stages, as functions of the slots of their rows.
 
-    # One token of each sequence.
-
-    def prelude(self, rows: Sequence[Row]) -> None:
-        """Take the last tokens into the loop: embedding, the layers before the core, the gate's state."""
+    def prelude(self, at: Tensor) -> Tensor | None:
+        """Take the last tokens into the loop: embedding, the layers before the core, the gate's state. Returns who
+        is known to leave after the first loop step, None without a gate: bool [N]."""
         state, model = self.state, self.model
-        rows = sorted(rows, key=_position)
-        for row in rows:
-            self.kv.cover_token(row.slot, row.position)
-        self.kv.flush()
-        at = state.index_of([row.slot for row in rows])
         positions = state.position[at]
         noise = model.init_state(state.seed[at], positions)
-        h, injection = model.prelude(state.token[at], positions, self._outer_attend(at, rows), noise)
+        h, injection = model.prelude(state.token[at], positions, self._outer_attend(at, positions), noise)
         state.h[at] = h
         state.step[at] = 0
+        state.move(at, CORE, self.tick)
         if state.injection is not None and injection is not None:
             state.injection[at] = injection
         if state.exited is not None:
             state.exited[at] = False
-        if self.gate is not None:
-            carry = state.carry_rows(at) if self.gate.uses_carry else None
-            entry = Entry(model.readout(h), injection, carry, state.request[at], state.index[at])
-            gate_rows, ahead = self.gate.start(entry, state.params(at))
-            state.put_gate_rows(at, gate_rows)
-            state.ahead[at] = ahead
+        if self.gate is None:
+            return None
+        carry = state.carry_rows(at) if self.gate.uses_carry else None
+        entry = Entry(model.readout(h), injection, carry, state.request[at], state.index[at])
+        gate_rows, ahead = self.gate.start(entry, state.params(at))
+        state.put_gate_rows(at, gate_rows)
+        state.ahead[at] = ahead
+        return ahead
 
-    def core(self, rows: Sequence[Row]) -> list[int]:
-        """One loop step of every row, whatever step it is at; returns the slots that leave the loop."""
+    def core(self, at: Tensor, riders: Riders | None = None) -> tuple[Tensor, Tensor | None]:
+        """One loop step of every row, whatever step it is at. Returns who leaves the loop now, and who is known to
+        leave after the next step (None without a gate): bool [N] each. `riders` are rows of prompts that share it."""
         state = self.state
-        rows = sorted(rows, key=_position)
-        slots, positions, steps = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
-        self.kv.open_planes(slots, positions, steps + 1)
-        self.kv.flush()
-        at = state.index_of([row.slot for row in rows])
-        step = state.step[at] + 1
-        batch = DecodeBatch(at, self._planes[step], state.position[at], [row.position + 1 for row in rows])
-        injection = None if state.injection is None else state.injection[at]
-        h = self.model.core(state.h[at], injection, batch.positions, step, self.backend.decode(self.kv.core, batch))
+        live = at > 0
+        positions = state.position[at]
+        step = torch.where(live, state.step[at] + 1, 1)
+        self.kv.open(at, positions, step)
+        batch = DecodeBatch(at, self._planes[step], positions, self._max_len)
+        h, injection = state.h[at], state.injection_of(at)
+        attend = self.backend.decode(self.kv.core, batch)
+        if riders is None:
+            h = self.model.core(h, injection, positions, step, attend)
+        else:
+            h = riders.share(h, injection, positions, step, attend)
         state.h[at] = h
-        state.step[at] = step
-        leaving = self._decide(at, h, step, steps + 1)
-        if leaving.any():
-            depths = np.full(int(leaving.sum()), self.max_loops) if self.dense else steps[leaving] + 1
-            self.kv.close(slots[leaving], positions[leaving], depths)
-        return [int(slot) for slot in slots[leaving]]
+        state.step[at] = torch.where(live, step, 0)
+        leaving, ahead = self._decide(at, h, step)
+        self.kv.close(at, positions, torch.full_like(step, self.max_loops) if self.dense else step, leaving & live)
+        state.move(at, torch.where(leaving, CODA, CORE), self.tick)
+        return leaving, ahead
 
-    def _decide(self, at: Tensor, h: Tensor, step: Tensor, host_steps: np.ndarray) -> np.ndarray:
-        """Which rows leave the loop now: bool [N] on the host."""
+    def _decide(self, at: Tensor, h: Tensor, step: Tensor) -> tuple[Tensor, Tensor | None]:
         state = self.state
         params = state.params(at)
-        exits = step >= params.max_depth
+        exits, ahead = step >= params.max_depth, None
         if self.gate is not None:
-            gate_rows, decision = self.gate.step(state.gate_rows(at), self.model.readout(h), step, params)
+            gate_rows, ahead = self.gate.step(state.gate_rows(at), self.model.readout(h), step, params)
             state.put_gate_rows(at, gate_rows)
-            exits = exits | (decision if self.gate.latency == 0 else state.ahead[at])
-            state.ahead[at] = decision
+            exits = exits | (ahead if self.gate.latency == 0 else state.ahead[at])
+            state.ahead[at] = ahead
         if not self.dense:
-            return exits.cpu().numpy()
+            return exits, ahead
         self._mark_exits(at, exits)
-        return host_steps >= self.max_loops
+        return step >= self.max_loops, None
 
     def _mark_exits(self, at: Tensor, exits: Tensor) -> None:
         """Dense compute: remember where each token left; it loops on to write all its planes."""
         state = self.state
         assert state.exited is not None and state.exit_h is not None and state.depth is not None
-        first = at[exits & ~state.exited[at]]
+        first = torch.where(exits & ~state.exited[at], at, 0)
         state.exit_h[first] = state.h[first]
         state.depth[first] = state.step[first]
         state.exited[first] = True
 
-    def coda(self, rows: Sequence[Row]) -> Sampled:
-        """The layers after the core, the head, and the next token of every row; results in the order of `rows`."""
+    def coda(self, at: Tensor, level: int) -> Sampled:
+        """The layers after the core, the head, and the next token of every row."""
         state = self.state
-        order = sorted(range(len(rows)), key=lambda i: rows[i].position)
-        rows = [rows[i] for i in order]
-        at = state.index_of([row.slot for row in rows])
         h = (state.h if state.exit_h is None else state.exit_h)[at]
         depths = (state.step if state.depth is None else state.depth)[at]
         positions = state.position[at]
-        logits = self.model.coda(h, positions, self._outer_attend(at, rows))
-        sampled = self._sample(at, h, logits, positions, depths)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return Sampled(
-            [sampled.tokens[i] for i in back], [sampled.depths[i] for i in back], [sampled.ok[i] for i in back]
-        )
+        logits = self.model.coda(h, positions, self._outer_attend(at, positions))
+        return self.sample(at, h, logits, positions, depths, level)
 
-    def _outer_attend(self, at: Tensor, rows: Sequence[Row]) -> Attend:
-        if self.kv.outer is None:
-            return dense_causal
-        lens = [row.position + 1 for row in rows]
-        batch = DecodeBatch(at, torch.zeros_like(at), self.state.position[at], lens)
-        return self.backend.decode(self.kv.outer, batch)
+    def fused(self, at: Tensor, level: int) -> Sampled:
+        """A core step whose exits run the coda and the next token's prelude at once; other rows become padding."""
+        leaving, _ = self.core(at)
+        out = torch.where(leaving, at, 0)
+        sampled = self.coda(out, level)
+        self.prelude(torch.where(self.state.phase[out] == PRELUDE, out, 0))
+        return sampled
 
-    def _sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor) -> Sampled:
+    def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
         """Choose the tokens behind `positions` and leave everything their own passes need."""
         state = self.state
-        tokens = sample(logits, state.temperature[at], state.seed[at], positions + 1)
-        state.token[at] = tokens
-        state.position[at] = positions + 1
-        state.index[at] += 1
+        index = state.index[at]
+        drawn: Drawn = self.sampler(logits, at, positions, index, level)
+        state.token[at] = drawn.tokens
+        following = torch.where(at > 0, positions + 1, 0)
+        state.position[at] = following
+        state.index[at] = torch.where(at > 0, index + 1, 0)
         if self.gate is not None and self.gate.uses_carry:
-            state.put_carry(at, self.gate.finish(self.model.readout(h), logits, tokens, depths))
-        # The largest logit is NaN or infinite if any of the row's logits is NaN or +inf.
-        ok = logits.amax(-1).isfinite()
-        return Sampled(tokens.tolist(), depths.tolist(), ok.tolist())
+            state.put_carry(at, self.gate.finish(self.model.readout(h), logits, drawn.tokens, depths))
+        ended = self.sampler.stops(drawn.tokens, at, index) | (following + 1 >= state.max_len[at]) | ~drawn.ok
+        state.move(at, torch.where(ended, IDLE, PRELUDE), self.tick)
+        return Sampled(at, drawn.tokens, depths, drawn.ok, drawn.logprob, drawn.top_ids, drawn.top_logprobs)
 
-
-def _position(row: Row) -> int:
-    return row.position
+    def _outer_attend(self, at: Tensor, positions: Tensor) -> Attend:
+        pool: Pool | None = self.kv.outer
+        if pool is None:
+            return dense_causal
+        return self.backend.decode(pool, DecodeBatch(at, torch.zeros_like(at), positions, self._max_len))

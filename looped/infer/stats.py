@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ class Stats:
     first_tokens: int
     decode_tokens: int
     depth_counts: tuple[int, ...]
+    prompt_depth_counts: tuple[int, ...]
+    """The same of prompt tokens, where a ragged prefill lets them leave; all 0 after dense ones."""
+    preemptions: int
     stages: dict[Stage, StageStats]
     kv: KVUsage
 
@@ -76,10 +80,12 @@ class Tally:
     def __init__(self, max_loops: int) -> None:
         self._stages = dict.fromkeys(Stage, StageStats())
         self._depths = [0] * (max_loops + 1)
+        self._prompt_depths = [0] * (max_loops + 1)
         self._first = 0
+        self._preemptions = 0
 
     def add_stage(self, plan: Plan, seconds: float) -> None:
-        rows = plan.num_prompt_tokens if plan.stage is Stage.PREFILL else len(plan.slots)
+        rows = plan.num_prompt_tokens if plan.stage is Stage.PREFILL else plan.rows or len(plan.slots)
         old = self._stages[plan.stage]
         self._stages[plan.stage] = StageStats(old.batches + 1, old.rows + rows, old.seconds + seconds)
 
@@ -89,6 +95,22 @@ class Tally:
         else:
             self._depths[depth] += 1
 
+    def add_prompt_depths(self, depths: Iterable[int]) -> None:
+        for depth in depths:
+            self._prompt_depths[depth] += 1
+
+    def add_preemption(self) -> None:
+        self._preemptions += 1
+
     def stats(self, kv: KVUsage) -> Stats:
         prompt_tokens = self._stages[Stage.PREFILL].rows
-        return Stats(prompt_tokens, self._first, sum(self._depths), tuple(self._depths), dict(self._stages), kv)
+        return Stats(
+            prompt_tokens,
+            self._first,
+            sum(self._depths),
+            tuple(self._depths),
+            tuple(self._prompt_depths),
+            self._preemptions,
+            dict(self._stages),
+            kv,
+        )

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from looped.infer.backends.base import DecodeBatch, PrefillBatch
+from looped.infer.backends.base import DecodeBatch, Piece, PrefillBatch
 from looped.infer.pages import Pool
-from looped.infer.scheduler import Chunk
 from looped.model.attention import Attend
 
 # Bytes of gathered K/V a group may have on a CPU: small enough for its caches, large enough to keep calls few.
@@ -25,19 +24,19 @@ GROUP_BYTES = 2 << 20
 
 
 class _Group(NamedTuple):
-    """Rows `start` to `stop` of a decode batch, trimmed to the longest of them."""
+    """Rows of a decode batch that are attended together, trimmed to the longest of them."""
 
-    start: int
-    stop: int
+    members: Tensor | None
+    """Their indices in the batch; None for all of them."""
     length: int
     rows: Tensor
     """Pool rows of their keys, [rows * length]; row 0 (padding) past a row's own length."""
-    bias: Tensor | None
-    """0 or -inf, [rows, 1, 1, length]; None where all rows have the same length."""
+    bias: Tensor
+    """0 or -inf, [rows, 1, 1, length]."""
 
 
-class _Past(NamedTuple):
-    """What a later piece of a prompt reads of the earlier ones."""
+class _Keys(NamedTuple):
+    """What a piece of a prompt reads from the pool; None where its own rows are all there is."""
 
     rows: Tensor
     mask_QL: Tensor
@@ -48,7 +47,7 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def check(self, page_size: int, device_type: str) -> None:
+    def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
         """Nothing is refused."""
 
     def describe(self) -> str:
@@ -61,26 +60,27 @@ class SdpaBackend:
         def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
             kv = pool.layer(layer)
             kv.index_copy_(0, new_rows, torch.stack((k_NGK, v_NGK), 1))
-            out = [_attend_group(kv, q_NHK[group.start : group.stop], group) for group in groups]
-            return out[0] if len(out) == 1 else torch.cat(out)
+            if len(groups) == 1 and groups[0].members is None:
+                return _attend_group(kv, q_NHK, groups[0])
+            out = torch.empty_like(q_NHK)
+            for group in groups:
+                out[group.members] = _attend_group(kv, q_NHK[group.members], group)
+            return out
 
         return attend
 
     def prefill(self, pool: Pool, batch: PrefillBatch, plane: int) -> Attend:
         planes = torch.full_like(batch.slots, plane)
         new_rows = pool.rows(batch.slots, planes, batch.positions)
-        pasts = [_past(pool, chunk, plane) if chunk.start else None for chunk in batch.chunks]
-        lengths = [chunk.length for chunk in batch.chunks]
+        keys = [_keys(pool, piece, batch, plane) for piece in batch.pieces]
 
         def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
             kv = pool.layer(layer)
             kv.index_copy_(0, new_rows, torch.stack((k_NGK, v_NGK), 1))
             out = torch.empty_like(q_NHK)
-            start = 0
-            for past, length in zip(pasts, lengths, strict=True):
-                piece = slice(start, start + length)
-                out[piece] = _attend_piece(kv, q_NHK[piece], k_NGK[piece], v_NGK[piece], past)
-                start += length
+            for piece, read in zip(batch.pieces, keys, strict=True):
+                own = slice(piece.start, piece.stop)
+                out[own] = _attend_piece(kv, q_NHK[own], k_NGK[own], v_NGK[own], read)
             return out
 
         return attend
@@ -88,28 +88,32 @@ class SdpaBackend:
 
 def _decode_groups(pool: Pool, batch: DecodeBatch) -> list[_Group]:
     """The batch's key rows, built once for all layers of a step."""
-    longest = batch.lens[-1]
-    size = pool.page_size
-    table = pool.table_SPB[batch.slots, batch.planes, : -(-longest // size)]
-    at = torch.arange(longest, device=table.device)
-    rows_NL = table.long() if size == 1 else table.long()[:, at // size] * size + at % size
-    inside_NL = at < (batch.positions + 1)[:, None]
-    rows_NL = rows_NL * inside_NL
-    bias_NL = torch.zeros(rows_NL.shape, dtype=pool.data.dtype, device=table.device)
+    device = pool.data.device
+    if device.type != "cpu":
+        return [_group(pool, batch, None, batch.max_len)]
+    lens = batch.positions + 1
+    order = lens.argsort(stable=True)
+    ordered = lens[order].tolist()
+    cuts = _split(ordered, pool)
+    if len(cuts) == 1:
+        return [_group(pool, batch, None, ordered[-1])]
+    return [_group(pool, batch, order[start:stop], ordered[stop - 1]) for start, stop in cuts]
+
+
+def _group(pool: Pool, batch: DecodeBatch, members: Tensor | None, length: int) -> _Group:
+    slots, planes, positions = batch.slots, batch.planes, batch.positions
+    if members is not None:
+        slots, planes, positions = slots[members], planes[members], positions[members]
+    at = torch.arange(length, device=slots.device)
+    inside_NL = at <= positions[:, None]
+    rows_NL = pool.rows(slots[:, None], planes[:, None], at[None]) * inside_NL
+    bias_NL = torch.zeros(rows_NL.shape, dtype=pool.data.dtype, device=slots.device)
     bias_NL.masked_fill_(~inside_NL, -torch.inf)
-    groups = []
-    for start, stop in _split(batch.lens, pool):
-        length = batch.lens[stop - 1]
-        even = batch.lens[start] == length
-        bias = None if even else bias_NL[start:stop, None, None, :length]
-        groups.append(_Group(start, stop, length, rows_NL[start:stop, :length].reshape(-1), bias))
-    return groups
+    return _Group(members, length, rows_NL.reshape(-1), bias_NL[:, None, None])
 
 
 def _split(lens: Sequence[int], pool: Pool) -> list[tuple[int, int]]:
-    """Cut rows in order of length into groups whose gathered K/V fit the cache. A GPU takes all rows at once."""
-    if pool.data.device.type != "cpu":
-        return [(0, len(lens))]
+    """Cut rows in order of length into groups whose gathered K/V fit the cache."""
     row_bytes = pool.data[0, 0].numel() * pool.data.element_size()
     cuts, start = [], 0
     for stop in range(1, len(lens) + 1):
@@ -130,20 +134,20 @@ def _attend_group(kv: Tensor, q_NHK: Tensor, group: _Group) -> Tensor:
     return out.reshape(q_NHK.shape)
 
 
-def _past(pool: Pool, chunk: Chunk, plane: int) -> _Past:
-    at = torch.arange(chunk.start + chunk.length, device=pool.data.device)
-    before = at[: chunk.start]
-    rows = pool.rows(torch.full_like(before, chunk.slot), torch.full_like(before, plane), before)
-    return _Past(rows, at <= at[chunk.start :, None])
+def _keys(pool: Pool, piece: Piece, batch: PrefillBatch, plane: int) -> _Keys | None:
+    if piece.first == 0 and piece.contiguous:
+        return None
+    at = torch.arange(piece.end, device=pool.data.device)
+    rows = pool.rows(torch.full_like(at, piece.slot), torch.full_like(at, plane), at)
+    return _Keys(rows, at <= batch.positions[piece.start : piece.stop, None])
 
 
-def _attend_piece(kv: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, past: _Past | None) -> Tensor:
-    """Causal attention of one piece of a prompt, behind its past if it has one."""
-    if past is not None:
-        stored = kv[past.rows]
-        k_NGK, v_NGK = torch.cat((stored[:, 0], k_NGK)), torch.cat((stored[:, 1], v_NGK))
+def _attend_piece(kv: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, keys: _Keys | None) -> Tensor:
+    """Causal attention of one piece of a prompt: over itself, or over all that its sequence has stored."""
+    if keys is not None:
+        k_NGK, v_NGK = kv[keys.rows].unbind(1)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_NGK, v_NGK))
     grouped = q.shape[1] != k.shape[1]
-    mask = None if past is None else past.mask_QL
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past is None, enable_gqa=grouped)
+    mask = None if keys is None else keys.mask_QL
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=keys is None, enable_gqa=grouped)
     return out[0].transpose(0, 1)
