@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from looped import checks
 from looped.errors import LoopedError
+from looped.sampling_options import Sampling, child_seed
 
-# Parameters that are known but not served yet, with the value that means "off".
-_NOT_YET: dict[str, object] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "logprobs": None,
-    "min_tokens": 0,
-    "n": 1,
-}
+MAX_SAMPLES = 128
 
 
 @dataclass(frozen=True)
@@ -31,9 +20,11 @@ class SamplingParams:
     `temperature` 0 is greedy. `seed` None takes the engine's seed; a draw depends on (seed, position) alone.
     `exit_threshold`, `min_depth` and `max_depth` override the engine's for this request. Generation ends at
     `max_tokens`, at the end of the context, at an end-of-text token (unless `ignore_eos`) or one of `stop_token_ids`
-    (kept in the token ids), or where a `stop` string appears (cut from the text).
+    (kept in the token ids), or where a `stop` string appears (cut from the text); none of the last three before
+    `min_tokens` tokens are there. What `top_p` to `logprobs` do is said at `looped.sampling_options.Sampling`.
+    `n` samples are drawn for each prompt; `child` gives the parameters of one.
 
-    Raises `LoopedError` for values out of range and for parameters that are not served yet.
+    Raises `LoopedError` for values out of range.
     """
 
     temperature: float = 1.0
@@ -51,22 +42,22 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     min_tokens: int = 0
     n: int = 1
 
     def __post_init__(self) -> None:
-        checks.given(temperature=self.temperature, max_tokens=self.max_tokens)
+        checks.given(temperature=self.temperature, max_tokens=self.max_tokens, n=self.n)
         checks.numbers(temperature=self.temperature, exit_threshold=self.exit_threshold)
-        names = ("max_tokens", "seed", "min_depth", "max_depth")
+        names = ("max_tokens", "seed", "min_depth", "max_depth", "n")
         checks.whole_numbers(**{name: getattr(self, name) for name in names})
-        if not 0.0 <= self.temperature < float("inf"):
-            raise LoopedError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if self.max_tokens < 1:
             raise LoopedError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
             raise LoopedError(f"seed must fit in 64 bits, got {self.seed}")
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise LoopedError(f"n must be between 1 and {MAX_SAMPLES}, got {self.n}")
         for name in ("min_depth", "max_depth"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -77,12 +68,27 @@ class SamplingParams:
         if not isinstance(stop, list | tuple) or not all(isinstance(item, str) for item in stop):
             raise LoopedError(f"stop must be a text or a list of texts, got {stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(checks.token_ids("stop_token_ids", self.stop_token_ids)))
         if not all(self.stop):
             raise LoopedError("stop strings must not be empty")
-        for item in fields(self):
-            if item.name in _NOT_YET and getattr(self, item.name) != _NOT_YET[item.name]:
-                raise LoopedError(f"{item.name} is not supported yet: leave it at {_NOT_YET[item.name]}")
+        sampling = Sampling(**{item.name: getattr(self, item.name) for item in fields(Sampling)})
+        object.__setattr__(self, "_sampling", sampling)
+        object.__setattr__(self, "stop_token_ids", sampling.stop_token_ids)
+        object.__setattr__(self, "logit_bias", sampling.logit_bias)
+        if self.min_tokens > self.max_tokens:
+            raise LoopedError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """The part that decides a token, which the reference decoder takes too."""
+        sampling: Sampling = getattr(self, "_sampling")  # noqa: B009
+        return sampling
+
+    def child(self, index: int, default_seed: int = 0) -> SamplingParams:
+        """The parameters of the `index`-th of the `n` samples, with n = 1. The first keeps the seed (None stays None);
+        the others have `child_seed` of it, or of `default_seed` (the engine's) where there is none."""
+        if index == 0:
+            return self if self.n == 1 else replace(self, n=1)
+        return replace(self, n=1, seed=child_seed(default_seed if self.seed is None else self.seed, index))
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ class Output(NamedTuple):
 
     `depth` is the number of loop steps of the pass that produced the token; `finish_reason` is None while it goes on,
     else "stop", "length", "abort" or "error". `text` is what may be shown now: it lags behind the tokens while a
-    character is incomplete or a stop string may be forming.
+    character is incomplete or a stop string may be forming. Where logprobs were asked for, `logprob` is the token's
+    and `top_logprobs` has (id, log-probability) of the likeliest tokens, best first, as many as were asked for.
     """
 
     key: str
@@ -112,6 +119,8 @@ class Output(NamedTuple):
     depth: int
     text: str
     finish_reason: str | None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -120,7 +129,12 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one request. `depths[i]` loops produced `token_ids[i]`; `depths[0]` is the prefill's."""
+    """One sample of one prompt, the `index`-th. `depths[i]` loops produced `token_ids[i]`; `depths[0]` is the
+    prefill's.
+
+    Where logprobs were asked for, `logprobs[i]` is the log-probability of token i and `top_logprobs[i]` those of the
+    likeliest tokens as (id, log-probability), best first; else both are None.
+    """
 
     text: str
     token_ids: list[int]
@@ -128,3 +142,6 @@ class Completion:
     finish_reason: str
     prompt_token_ids: list[int]
     prompt: str | None = None
+    index: int = 0
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
