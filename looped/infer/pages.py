@@ -1,14 +1,23 @@
-"""The paged KV pool: K/V tensors, the page table in the plane dimension, and the pages each slot is promised.
+"""The paged K/V memory: both pools, who may use how much of them, and what they do for each KV layout.
 
 A page holds `page_size` tokens of one plane, over all layers of its pool. The core has P planes (the KV layout says
 how many), the layers outside the core a pool and a table of their own with one plane. Slot 0 and page 0 are padding.
+
+The host hands out pages and never waits for the device; table entries wait in a queue until `flush`. Under `ragged`
+the device takes a decode token's pages itself, from rings of spare ones (`ragged.py`). Every method that the host calls
+is meant for the state after the launches made so far: on one stream, a page given away now is written by its new owner
+after its old one.
 """
 
-# S slots, P planes, N rows, H key/value heads, K head dim
+# S slots, P planes, N rows
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,75 +25,28 @@ from torch import Tensor
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
-from looped.infer.allocator import Ints, SlotPages
+from looped.infer import planes
+from looped.infer.allocator import Ints, Longs, SlotPages
+from looped.infer.offload import SavedKV, load_pages, save_pages
+from looped.infer.pool import OuterPool, Pool, Tables
+from looped.infer.prefix import Match, PrefixCache, block_hashes
+from looped.infer.ragged import RaggedPages
+from looped.infer.sizing import DEFAULT_PAGE_SIZE, GPU_RESERVE_BYTES, Demand, activation_bytes, size_pools
 from looped.kv import KVLayout
 
-# On a CPU a pool is never larger than this unless `num_pages` asks for it: pages take memory only once touched.
-CPU_POOL_BYTES = 2 << 30
-# Share of the free memory that a pool may take.
-POOL_SHARE = {"cpu": 0.5, "cuda": 0.85}
-DEFAULT_PAGE_SIZE = 16
+__all__ = ["KVMemory", "KVUsage", "OuterPool", "Pool", "SavedKV", "block_hashes", "check_page_size", "stored"]
 
+log = logging.getLogger("looped")
 
-class Pool:
-    """K/V of some layers and the table that finds a slot's tokens in it.
-
-    `data[layer]` is [pages * page_size, 2, H, K]: K and V of one token are neighbours, so one gather fetches both.
-    """
-
-    def __init__(self, layers: range, pages: SlotPages, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        self.layers = layers
-        self.pages = pages
-        rows = (pages.pages.num_pages + 1) * pages.page_size
-        shape = (len(layers), rows, 2, config.num_kv_heads, config.head_dim)
-        self.data = torch.empty(shape, dtype=dtype, device=device)
-        self.data[:, : pages.page_size] = 0
-        host = torch.from_numpy(pages.table)
-        self.table_SPB = host if device.type == "cpu" else host.to(device)
-
-    @property
-    def page_size(self) -> int:
-        return self.pages.page_size
-
-    def layer(self, layer: int) -> Tensor:
-        """K/V rows [rows, 2, H, K] of a layer, counting prelude, core, coda."""
-        return self.data[layer - self.layers.start]
-
-    def rows(self, slots_N: Tensor, planes_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Where in the pool each (slot, plane, position) lies: [N] row numbers."""
-        page = self.table_SPB[slots_N, planes_N, positions_N // self.page_size]
-        return page.long() * self.page_size + positions_N % self.page_size
-
-    def flush(self) -> None:
-        """Bring the device's table up to date with the host's. On a CPU they are one memory."""
-        if self.table_SPB.device.type != "cpu" and self.pages.dirty:
-            slots, device = sorted(self.pages.dirty), self.table_SPB.device
-            width = int(self.pages.used[slots].max())  # what the device holds behind it is never looked up
-            fresh = torch.from_numpy(self.pages.table[slots, :, :width])
-            self.table_SPB[torch.tensor(slots, device=device), :, :width] = fresh.to(device)
-        self.pages.dirty.clear()
-
-    def poison(self, pages: Ints) -> None:
-        """Fill pages with NaN; a correct engine never reads them again before it writes them."""
-        rows = pages.astype(np.int64)[:, None] * self.page_size + np.arange(self.page_size)
-        self.data[:, torch.from_numpy(rows.reshape(-1)).to(self.data.device)] = torch.nan
-
-
-class OuterPool(Pool):
-    """K/V of the layers before and after the core, in one table with a single plane."""
-
-    def __init__(self, config: ModelConfig, pages: SlotPages, dtype: torch.dtype, device: torch.device):
-        super().__init__(range(config.num_prelude_layers + config.num_coda_layers), pages, config, dtype, device)
-        self._core = config.core_layers
-
-    def layer(self, layer: int) -> Tensor:
-        return self.data[layer if layer < self._core.start else layer - len(self._core)]
+# Blocks of the prefix cache have at least this many tokens.
+MIN_PREFIX_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class KVUsage:
-    """What the pool holds now and what it held at most. `full_rows` is what N tokens would keep with R planes each,
-    `rows` what they kept; both count core planes of all tokens so far."""
+    """What the core's pool holds now and what it held at most. `full_rows` is what N tokens would keep with R planes
+    each, `rows` what they kept; both count core planes of all tokens so far. `cached_pages` hold prompt blocks that
+    nobody uses now and count as free. Of `query_tokens` prompt tokens looked up, `hit_tokens` were in the cache."""
 
     num_pages: int
     page_size: int
@@ -94,10 +56,28 @@ class KVUsage:
     bytes_per_token: int
     rows: int
     full_rows: int
+    cached_pages: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+
+
+class Admission(Protocol):
+    """What admission looks at: `scheduler.Job`."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def reserve_len(self) -> int: ...
+    @property
+    def prefix(self) -> tuple[bytes, ...]: ...
 
 
 class KVMemory:
-    """Both pools, and who may use how much of them (`scheduler.Memory`)."""
+    """Both pools and their books (`scheduler.Memory`)."""
 
     def __init__(
         self,
@@ -112,121 +92,268 @@ class KVMemory:
         num_pages: int | None = None,
         headroom: float = 0.0,
         poison: bool = False,
+        prefix_caching: bool = False,
+        chunk_size: int | None = None,
+        max_num_batched_tokens: int = 8192,
+        reserve_bytes: int | None = None,
     ) -> None:
+        """`max_loops` is R, `num_slots` counts slot 0, `max_len` is the longest a sequence may get, prompt included.
+
+        `num_pages` core pages if given, else as many as are of use and fit into the free memory, of which
+        `reserve_bytes` stay free: by default what batches of `max_num_batched_tokens` need, and on a GPU its graphs.
+        `headroom` is the share of each pool that admission keeps free while anything runs. `chunk_size` is the grid on
+        which prompts are cut; the prefix cache needs one where a layout's results depend on the cuts. `poison` fills
+        free pages with NaN. Raises `LoopedError` for a page size the layout does not take, for a cache without its
+        grid, and where memory is too small.
+        """
         self.layout, self.max_loops, self.headroom, self._poison = layout, max_loops, headroom, poison
+        self.device = device
         self.page_size = check_page_size(page_size, layout)
-        planes = layout.num_planes(max_loops)
-        self.bytes_per_token = config.kv_bytes_per_token(planes, dtype.itemsize)
-        if num_pages is None:
-            num_pages = _num_pages(self.page_size, planes, self.bytes_per_token, num_slots - 1, max_len, device)
-        elif num_pages < planes:
-            raise LoopedError(f"num_pages must be at least {planes} (one page a plane), got {num_pages}")
-        self.capacity_tokens = num_pages // planes * self.page_size
-        max_len = min(max_len, self.capacity_tokens + 1)
-        pages = SlotPages(num_slots, planes, max_len, self.page_size, num_pages)
-        self.core = Pool(config.core_layers, pages, config, dtype, device)
-        self.outer = self._outer_pool(config, num_slots, max_len, dtype, device)
+        num_planes = layout.num_planes(max_loops)
+        self.bytes_per_token = config.kv_bytes_per_token(num_planes, dtype.itemsize)
+        outer_bytes = config.kv_bytes_per_token(0, dtype.itemsize)
+        demand = Demand(
+            num_seqs=num_slots - 1,
+            max_len=max_len,
+            page_size=self.page_size,
+            planes=num_planes,
+            core_bytes=self.bytes_per_token - outer_bytes,
+            outer_bytes=outer_bytes,
+            aliases=layout.aliases,
+            caching=prefix_caching,
+        )
+        if reserve_bytes is None:
+            reserve_bytes = activation_bytes(config, max_num_batched_tokens, num_slots, dtype)
+            reserve_bytes += GPU_RESERVE_BYTES if device.type == "cuda" else 0
+        sizes = size_pools(demand, device, num_pages, reserve_bytes)
+        self.capacity_tokens = sizes.capacity_tokens
+        self.max_len = max_len = min(max_len, self.capacity_tokens + 1)
+        """The longest sequence that `fits` or that a table has room for."""
+        self.core = Pool(
+            config.core_layers, self._core_pages(num_slots, max_len, sizes.core_pages), config, dtype, device
+        )
+        self.outer: OuterPool | None = None
+        if outer_bytes:
+            pages = SlotPages(num_slots, 1, max_len, demand.outer_page_size, sizes.outer_pages)
+            self.outer = OuterPool(config, pages, dtype, device)
+        self.pools: tuple[Pool, ...] = (self.core,) if self.outer is None else (self.core, self.outer)
+        self.tables = Tables(self.pools, device)
+        self.prefix_block = prefix_block(layout, self.page_size, chunk_size)
+        self._cache = self._prefix_cache() if prefix_caching else None
+        self._copy = _plane_copy(device)
+        # Prompt tokens of each slot that were counted: a batch may be abandoned and come again.
+        self._covered = np.zeros(num_slots, dtype=np.int64)
         self.tokens = 0
         self.rows = 0
         if poison:
-            for pool in self._pools:
+            for pool in self.pools:
                 pool.data[:, pool.page_size :] = torch.nan
 
-    def _outer_pool(
-        self, config: ModelConfig, num_slots: int, max_len: int, dtype: torch.dtype, device: torch.device
-    ) -> OuterPool | None:
-        if config.fully_looped:
-            return None
-        size = DEFAULT_PAGE_SIZE if self.layout.aliases else self.page_size
-        # A ragged core may hold more tokens than `capacity_tokens`, which counts every plane.
-        tokens = self.capacity_tokens * (2 if self.layout.aliases else 1)
-        num_pages = min(-(-tokens // size) + num_slots, (num_slots - 1) * -(-max_len // size))
-        return OuterPool(config, SlotPages(num_slots, 1, max_len, size, num_pages), dtype, device)
+    def _core_pages(self, num_slots: int, max_len: int, num_pages: int) -> SlotPages:
+        num_planes = self.layout.num_planes(self.max_loops)
+        if self.layout.aliases:
+            return RaggedPages(num_slots, num_planes, max_len, num_pages)
+        return SlotPages(num_slots, num_planes, max_len, self.page_size, num_pages)
+
+    def _prefix_cache(self) -> PrefixCache:
+        if not self.prefix_block:
+            raise LoopedError(
+                f"prefix caching under layout {self.layout.name!r} needs chunk_size: what such a layout stores depends "
+                "on where prompts are cut"
+            )
+        return PrefixCache([pool.pages for pool in self.pools], self.prefix_block, self._evicted)
 
     @property
-    def _pools(self) -> tuple[Pool, ...]:
-        return (self.core,) if self.outer is None else (self.core, self.outer)
+    def _ragged(self) -> RaggedPages:
+        assert isinstance(self.core.pages, RaggedPages)
+        return self.core.pages
 
     # Admission.
 
     def fits(self, max_len: int) -> bool:
-        """Whether a sequence that may grow to `max_len` tokens fits into the empty pool."""
-        return all(pool.pages.pages_for(stored(max_len)) <= pool.pages.pages.num_pages for pool in self._pools)
+        """Whether a sequence that may grow to `max_len` tokens fits into the empty pools."""
+        return all(pool.pages.pages_for(stored(max_len)) <= pool.pages.pages.num_pages for pool in self.pools)
 
-    def can_admit(self, max_len: int, idle: bool) -> bool:
-        for pool in self._pools:
-            pages = pool.pages.pages
-            spare = 0 if idle else int(self.headroom * pages.num_pages)
-            if pages.available - pool.pages.pages_for(stored(max_len)) < spare:
+    def can_admit(self, job: Admission, idle: bool) -> bool:
+        """Whether `job.reserve_len` tokens can be promised now, with the headroom kept unless nothing is active."""
+        match = self._match(job)
+        for number, pool in enumerate(self.pools):
+            pages = pool.pages
+            needed = pages.pages_for(job.reserve_len)
+            if match is not None:
+                needed += match.idle[number] - pages.pages_for(match.tokens)
+            spare = 0 if idle else int(self.headroom * pages.pages.num_pages)
+            if pages.pages.available - needed < spare:
                 return False
         return True
 
-    def reserve(self, slot: int, max_len: int) -> None:
-        for pool in self._pools:
-            pool.pages.reserve(slot, stored(max_len))
+    def admit(self, job: Admission) -> int:
+        """Promise `job.reserve_len` tokens to `job.slot`, which holds nothing; returns how many prompt tokens need not
+        be run, since the slot shares their pages with the prefix cache: always fewer than the prompt has."""
+        match = self._match(job)
+        for pool in self.pools:
+            pool.pages.reserve(job.slot, job.reserve_len, stored(job.max_len))
+        if match is None or self._cache is None:
+            return 0
+        self._cache.attach(job.slot, match, job.prompt_len)
+        return match.tokens
 
-    def release(self, slot: int) -> None:
-        for pool in self._pools:
+    def _match(self, job: Admission) -> Match | None:
+        return self._cache.match(job.prefix, job.prompt_len) if self._cache is not None and job.prefix else None
+
+    def release(self, slot: int, scrub: bool = False) -> None:
+        """Everything of a slot is free, but for blocks in the prefix cache. `scrub` zeroes its pages: some may hold
+        NaN, which attention kernels that multiply a masked tail by 0 would pass on."""
+        for pool in self.pools:
             pages = pool.pages.release(slot)
             if self._poison:
-                pool.poison(pages)
+                pool.fill(pages, torch.nan)
+            elif scrub:
+                pool.fill(pages, 0.0)
+        self._covered[slot] = 0
+        if self._cache is not None:
+            self._cache.release(slot)
 
-    # Tokens of admitted sequences.
+    def _evicted(self, number: int, pages: Ints) -> None:
+        if self._poison:
+            self.pools[number].fill(pages, torch.nan)
+
+    # Growth. The host's side.
 
     def cover_prompt(self, slot: int, start: int, stop: int) -> None:
-        """Pages for prompt tokens `start` to `stop`, every plane."""
-        for pool in self._pools:
-            pool.pages.cover(slot, start, stop)
-        self._count(stop - start, (stop - start) * self.core.pages.num_planes)
+        """Pages for prompt tokens `start` to `stop` in every plane, unless they have them."""
+        self.core.pages.cover(slot, stop)
+        self.cover_outer(slot, start, stop)
+        fresh = max(0, stop - max(start, int(self._covered[slot])))
+        self._covered[slot] = max(int(self._covered[slot]), stop)
+        self._count(fresh, fresh * self.core.pages.num_planes)
 
-    def cover_token(self, slot: int, position: int) -> None:
-        """Pages for one new token; where planes are aliased the core's come loop step by loop step (`open_planes`)."""
-        for pool in self._pools:
-            if pool is self.core and self.layout.aliases:
-                continue
-            pool.pages.cover(slot, position, position + 1)
-        self._count(1, 0 if self.layout.aliases else self.core.pages.num_planes)
+    def cover_outer(self, slot: int, start: int, stop: int) -> None:
+        """Pages for prompt tokens `start` to `stop` in the layers outside the core; for prompts of `open_prompt`."""
+        if self.outer is not None:
+            self.outer.pages.cover(slot, stop)
 
-    def open_planes(self, slots: Ints, positions: Ints, steps: Ints) -> None:
-        """Before a core step: a page for the plane that each token writes, where planes get theirs on demand."""
+    def grow(self, slots: Ints, positions: Ints) -> bool:
+        """Pages for decode tokens up to and including `positions`: in the core unless its planes are aliased, and
+        outside it. Positions past a sequence's end count as its end. A slot stands once; slot 0 is passed over.
+
+        False, with nothing changed, where the pools are exhausted even without what the prefix cache keeps.
+        """
+        at, where = _active(slots, positions)
+        pools = [pool.pages for pool in self.pools if not (pool is self.core and self.layout.aliases)]
+        wanted = [pages.missing(at, where) for pages in pools]
+        for pages, blocks in zip(pools, wanted, strict=True):
+            if not _have(pages, pages.lacking(at, blocks)):
+                return False
+        # Taking may evict cached blocks, which frees pages of every pool and never takes any.
+        for pages, blocks in zip(pools, wanted, strict=True):
+            pages.extend(at, blocks)
+        return True
+
+    def supply(self, slots: Ints, consumed: Longs, spare: int) -> bool:
+        """Under `ragged`: see to it that each slot's ring holds `spare` pages beyond the `consumed` ones, or all that
+        the sequence can still use. `consumed` is an upper bound of the pages that `open` took since admission or
+        `load`. A slot stands once; slot 0 is passed over.
+
+        False, with nothing changed, where the pool is exhausted even without what the prefix cache keeps. Raises
+        RuntimeError where a ring is too small, which takes a `spare` beyond 3 R or passes missing in `token_done`.
+        """
+        if not self.layout.aliases:
+            return True
+        at, taken = _active(slots, consumed)
+        pages = self._ragged
+        wanted = pages.spare_wanted(at, taken, spare)
+        if not _have(pages, pages.spare_lacking(at, wanted)):
+            return False
+        pages.fill(at, wanted)
+        return True
+
+    def token_done(self, slot: int, depth: int) -> None:
+        """A decode token's pass is complete and wrote `depth` planes: count it; what a ragged token was promised
+        beyond them is free for others."""
         if self.layout.aliases:
-            self.core.pages.open(slots, steps - 1, positions)
+            self._ragged.token_done(slot, depth)
+        self._count(1, depth if self.layout.aliases else self.core.pages.num_planes)
 
-    def close(self, slots: Ints, positions: Ints, depths: Ints) -> None:
-        """After a core step: fill the planes that tokens which exit after `depths` steps never wrote."""
-        if self.layout.aliases:
-            self.core.pages.alias(slots, positions, depths)
-            self._count(0, int(depths.sum()))
-            return
-        src, dst = self._missing(slots, positions, depths)
-        if len(src):
-            device = self.core.data.device
-            self.core.data[:, torch.from_numpy(dst).to(device)] = self.core.data[:, torch.from_numpy(src).to(device)]
+    def open_prompt(self, slot: int, plane: int, positions: Ints) -> None:
+        """Ragged prefill under `ragged`: a page in one plane for each prompt token still in the loop. Plane 0 comes
+        first; if it comes again for a token, the earlier pass was abandoned and its pages are taken back."""
+        if self.layout.aliases and len(positions):
+            at = positions.astype(np.int64)
+            if plane == 0:
+                again = self._ragged.closed(slot, at)
+                self._count(-len(again), -int(again.sum()))
+            dropped = self._ragged.open_prompt(slot, plane, at)
+            if self._poison:
+                self.core.fill(dropped, torch.nan)
 
-    def _missing(self, slots: Ints, positions: Ints, depths: Ints) -> tuple[np.ndarray, np.ndarray]:
-        """(source row, destination row) of every plane to copy."""
-        table, size = self.core.pages.table, self.page_size
-        blocks, offsets = positions // size, (positions % size).astype(np.int64)
-        src: list[np.ndarray] = []
-        dst: list[np.ndarray] = []
-        for depth in np.unique(depths):
-            at = depths == depth
-            for plane, source in self.layout.missing_planes(int(depth), self.max_loops):
-                src.append(table[slots[at], source, blocks[at]] * np.int64(size) + offsets[at])
-                dst.append(table[slots[at], plane, blocks[at]] * np.int64(size) + offsets[at])
-        none = np.zeros(0, dtype=np.int64)
-        return (np.concatenate(src), np.concatenate(dst)) if src else (none, none)
+    def close_prompt(self, slot: int, positions: Ints, depth: int) -> None:
+        """Prompt tokens of `open_prompt` left after `depth` steps: their later planes are aliases of the last."""
+        if self.layout.aliases and len(positions):
+            self._ragged.close_prompt(slot, positions.astype(np.int64), depth)
+            self._count(len(positions), depth * len(positions))
 
     def flush(self) -> None:
-        for pool in self._pools:
-            pool.flush()
+        """Send what the host wrote to the tables, in stream order; call it before a launch that may read it."""
+        self.tables.flush()
 
     def _count(self, tokens: int, rows: int) -> None:
         self.tokens += tokens
         self.rows += rows
 
+    # The device's side: fixed shapes, no wait. Padding rows have slot 0.
+
+    def open(self, at_N: Tensor, positions_N: Tensor, steps_N: Tensor) -> None:
+        """Before a core step (from 1): under `ragged` the page of the plane that each token writes. int64 [N]."""
+        ring, taken = self.tables.ring_SC, self.tables.taken_S
+        if ring is not None and taken is not None:
+            planes.take_pages(self.core.table_SPB, ring, taken, at_N, positions_N, steps_N)
+
+    def close(self, at_N: Tensor, positions_N: Tensor, depths_N: Tensor, leaving_N: Tensor) -> None:
+        """After a core step: fill the planes that `leaving` rows, which ran `depths` steps, never wrote; by aliases or
+        by copies. int64 [N], and bool [N]; other rows change nothing."""
+        num_planes = self.core.pages.num_planes
+        if num_planes == 1:
+            return
+        if self.layout.aliases:
+            planes.alias_planes(self.core.table_SPB, at_N, positions_N, depths_N, leaving_N)
+        else:
+            self._copy(self.core, at_N, positions_N, depths_N, leaving_N, num_planes)
+
+    # Preemption by offload. These may wait for the device.
+
+    def save(self, slot: int, num_tokens: int) -> SavedKV:
+        """Host copies of the K/V of a slot's first `num_tokens` positions, a token in the loop included. Every pass
+        that is complete was reported by `token_done`."""
+        self.flush()
+        complete = num_tokens
+        if self.layout.aliases:
+            complete = min(num_tokens, int(self._ragged.counted[slot]))
+        return SavedKV(num_tokens, complete, tuple(save_pages(pool, slot, num_tokens) for pool in self.pools))
+
+    def load(self, slot: int, saved: SavedKV) -> None:
+        """Put saved K/V into fresh pages of a slot that was admitted without a prefix and holds nothing. Admission
+        promised these pages; `supply` counts consumed pages from 0 again."""
+        for pool, pages in zip(self.pools, saved.pools, strict=True):
+            load_pages(pool, pages, pool.pages.restore(slot, pages.index_PB, saved.num_complete))
+
+    # Prefix cache.
+
+    def publish(self, slot: int, prefix: Sequence[bytes], num_tokens: int) -> None:
+        """Share the prompt blocks within a slot's first `num_tokens` tokens, whose K/V are complete and finite in
+        every launch made so far. Blocks that are cached already stay the slot's own."""
+        if self._cache is not None:
+            self._cache.publish(slot, prefix, num_tokens)
+
+    def drop_cache(self) -> None:
+        """Forget cached blocks that nobody uses."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    # Books.
+
     def usage(self) -> KVUsage:
-        pages = self.core.pages.pages
+        pages, cache = self.core.pages.pages, self._cache
         return KVUsage(
             num_pages=pages.num_pages,
             page_size=self.page_size,
@@ -236,7 +363,16 @@ class KVMemory:
             bytes_per_token=self.bytes_per_token,
             rows=self.rows,
             full_rows=self.tokens * self.max_loops,
+            cached_pages=pages.evictable,
+            hit_tokens=cache.hit_tokens if cache else 0,
+            query_tokens=cache.query_tokens if cache else 0,
         )
+
+    def check(self) -> None:
+        """Every page is free, or some slot's own, or cached, and only one of these; promises add up and can be kept.
+        Raises RuntimeError otherwise. For tests: it looks at every page."""
+        for number, pool in enumerate(self.pools):
+            pool.pages.check(self._cache.cached_pages(number) if self._cache else np.zeros(0, dtype=np.int32))
 
 
 def stored(max_len: int) -> int:
@@ -257,28 +393,31 @@ def check_page_size(page_size: int | None, layout: KVLayout) -> int:
     return page_size or DEFAULT_PAGE_SIZE
 
 
-def _num_pages(
-    page_size: int, planes: int, bytes_per_token: int, num_seqs: int, max_len: int, device: torch.device
-) -> int:
-    """Core pages for `num_seqs` sequences of `max_len` tokens, or as many as the free memory allows."""
-    budget = int(_free_bytes(device) * POOL_SHARE.get(device.type, 0.5))
-    if device.type == "cpu":
-        budget = min(budget, CPU_POOL_BYTES)
-    blocks = min(num_seqs * -(-max_len // page_size), budget // (bytes_per_token * page_size))
-    if blocks < 1:
-        raise LoopedError(
-            f"there is not enough free memory for KV pages ({bytes_per_token} bytes a token): lower max_num_seqs, or "
-            "give num_pages"
-        )
-    return blocks * planes
+def prefix_block(layout: KVLayout, page_size: int, chunk_size: int | None) -> int:
+    """Tokens in a block of the prefix cache: whole pages of every pool, at least 16 tokens, and a multiple of the
+    grid on which prompts are cut where the cuts matter; 0 there without a grid."""
+    if layout.cut_sensitive:
+        return math.lcm(chunk_size, page_size) if chunk_size else 0
+    return -(-MIN_PREFIX_BLOCK // page_size) * page_size
 
 
-def _free_bytes(device: torch.device) -> int:
+def _active(slots: Ints, values: Ints | Longs) -> tuple[Longs, Longs]:
+    """Both as int64, without padding rows."""
+    at, numbers = np.asarray(slots, dtype=np.int64), np.asarray(values, dtype=np.int64)
+    return (at, numbers) if at.all() else (at[at > 0], numbers[at > 0])
+
+
+def _have(pages: SlotPages, lacking: int) -> bool:
+    return lacking == 0 or lacking <= pages.pages.available
+
+
+def _plane_copy(device: torch.device) -> planes.PlaneCopy:
+    """The function that copies planes: a Triton kernel on GPUs that have Triton, else PyTorch."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            line = next(line for line in file if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return CPU_POOL_BYTES * 2
+        try:
+            from looped.infer.backends.kernels.planes import copy_planes
+        except ImportError:
+            log.info("K/V planes are copied by PyTorch: Triton is not installed")
+        else:
+            return copy_planes
+    return planes.copy_planes

@@ -1,0 +1,158 @@
+"""The host's books of a ragged pool: pages of one token, taken plane by plane as far as a token runs.
+
+A decode token's pages are taken on the device, from a ring of spare pages that each slot has there and the host tops
+up. So the host knows which pages a slot owns and how many its tokens kept, but not which page went where: the device's
+table says that. Prompt tokens get their pages from the host. numpy, no torch.
+"""
+
+# S slots, P planes, N tokens
+
+from __future__ import annotations
+
+import numpy as np
+
+from looped.infer.allocator import Ints, Longs, SlotPages
+
+
+class RaggedPages(SlotPages):
+    """`counted[slot]` tokens have all their planes, however few pages that took; `ahead[slot]` pages belong to none of
+    them: spare ones in the ring, and those of tokens still in the loop. A slot is owed what it was promised for the
+    tokens to come, less what it holds ahead.
+
+    `used` counts the tokens whose table the host has written: prompts.
+    """
+
+    def __init__(self, num_slots: int, num_planes: int, max_len: int, num_pages: int) -> None:
+        self.ring_size = ring_size(num_planes)
+        super().__init__(num_slots, num_planes, max_len, 1, num_pages, spare=self.ring_size)
+        self.ring_base = 0
+        self.counted = np.zeros(num_slots, dtype=np.int64)
+        self.ahead = np.zeros(num_slots, dtype=np.int64)
+        self.given = np.zeros(num_slots, dtype=np.int64)
+        # Depth at which a prompt token left the loop, 0 while it is in it.
+        self._depths = np.zeros((num_slots, max_len), dtype=np.int16)
+
+    def _due(self, slots: Longs) -> Longs:
+        due: Longs = self.num_planes * (self.promised[slots] - self.counted[slots]) - self.ahead[slots]
+        return due
+
+    def release(self, slot: int) -> Ints:
+        self._depths[slot, : self.used[slot]] = 0
+        self.counted[slot] = self.ahead[slot] = self.given[slot] = 0
+        return super().release(slot)
+
+    def extend(self, slots: Longs, blocks: Longs) -> None:
+        self.counted[slots] += np.maximum(0, blocks)
+        super().extend(slots, blocks)
+
+    def _advance(self, slot: int, blocks: int) -> None:
+        self.counted[slot] += blocks
+        super()._advance(slot, blocks)
+
+    def restore(self, slot: int, index_PB: Ints, num_complete: int) -> Ints:
+        self.counted[slot] = num_complete
+        self.ahead[slot] = len(np.unique(index_PB[:, num_complete:][index_PB[:, num_complete:] > 0]))
+        return super().restore(slot, index_PB, num_complete)
+
+    # Decode tokens.
+
+    def spare_wanted(self, slots: Longs, consumed: Longs, spare: int) -> Longs:
+        """Pages each ring lacks to hold `spare` beyond `consumed`, or all the sequence can still use if that is fewer.
+
+        Raises RuntimeError where the ring could not hold them: `consumed` or `spare` is out of step with `token_done`.
+        """
+        most = self.num_planes * (self.limit[slots] - self.counted[slots]) - self.ahead[slots]
+        wanted: Longs = np.maximum(0, np.minimum(consumed + spare - self.given[slots], most))
+        held = np.where(wanted > 0, self.ahead[slots] + wanted, 0)
+        if held.max(initial=0) > self.ring_size:
+            raise RuntimeError(f"a ring of {self.ring_size} pages cannot hold the {held.max()} that a slot is to get")
+        return wanted
+
+    def spare_lacking(self, slots: Longs, wanted: Longs) -> int:
+        """How many of the wanted pages must come from what nobody was promised."""
+        return int((wanted - (self.owed[slots] - np.maximum(0, self._due(slots) - wanted))).sum())
+
+    def fill(self, slots: Longs, wanted: Longs) -> None:
+        """Put `wanted` pages into the ring of each slot, which stands once in `slots`."""
+        lacks = wanted > 0
+        slots, wanted = slots[lacks], wanted[lacks]
+        if not len(slots):
+            return
+        pages = self.pages.take(int(wanted.sum()))
+        self._own(slots, wanted, pages)
+        at = np.repeat(slots, wanted)
+        nth = np.arange(len(at)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        place = (self.given[at] + nth) % self.ring_size
+        self.writes.put(at, self.ring_base + at * self.ring_size + place, pages)
+        self.given[slots] += wanted
+        self.ahead[slots] += wanted
+        self._settle(slots)
+
+    def token_done(self, slot: int, depth: int) -> None:
+        """A decode token kept `depth` pages; what it was promised beyond that is free for others."""
+        self.counted[slot] += 1
+        self.ahead[slot] -= depth
+        self._settle(np.array([slot]))
+
+    # Prompt tokens that may leave the loop early.
+
+    def open_prompt(self, slot: int, plane: int, positions: Longs) -> Ints:
+        """A page of its own in one plane for each prompt token, unless it has one.
+
+        Plane 0 starts a token: one that was begun before, and abandoned, is taken back first. Returns the pages that
+        this set free.
+        """
+        dropped = self._drop(slot, positions[self.table[slot, 0, positions] > 0]) if plane == 0 else _none()
+        at = np.array([slot])
+        self.ahead[at] += len(positions)
+        pages = self.pages.take(len(positions))
+        self._own(at, np.array([len(positions)]), pages)
+        self.table[slot, plane, positions] = pages
+        self._queue(at, np.array(plane), positions, pages)
+        self.used[slot] = max(int(self.used[slot]), int(positions.max()) + 1)
+        self._settle(at)
+        return dropped
+
+    def close_prompt(self, slot: int, positions: Longs, depth: int) -> None:
+        """Prompt tokens left the loop after `depth` steps: their other planes are the last one they wrote."""
+        if depth < self.num_planes:
+            missing = np.arange(depth, self.num_planes)[:, None]
+            last = np.broadcast_to(self.table[slot, depth - 1, positions], (len(missing), len(positions)))
+            self.table[slot, missing, positions] = last
+            self._queue(np.array(slot), missing, positions, last)
+        self._depths[slot, positions] = depth
+        self.counted[slot] += len(positions)
+        self.ahead[slot] -= depth * len(positions)
+        self._settle(np.array([slot]))
+
+    def closed(self, slot: int, positions: Longs) -> Longs:
+        """Depths of those prompt tokens that have left the loop: [<= N]."""
+        depths: Longs = self._depths[slot, positions].astype(np.int64)
+        return depths[depths > 0]
+
+    def _drop(self, slot: int, positions: Longs) -> Ints:
+        """Take back the pages of prompt tokens whose passes were abandoned."""
+        if not len(positions):
+            return _none()
+        pages = np.unique(self.table[slot][:, positions])
+        pages = pages[pages > 0]
+        self.disown(slot, pages)
+        self.pages.give(pages)
+        closed = self._depths[slot, positions]
+        self.counted[slot] -= int((closed > 0).sum())
+        self.ahead[slot] -= len(pages) - int(closed.sum())
+        self.table[slot][:, positions] = 0
+        self.writes.repeated = True
+        self._depths[slot, positions] = 0
+        self._settle(np.array([slot]))
+        return pages
+
+
+def ring_size(num_planes: int) -> int:
+    """Pages a ring holds: a power of two with room for a token in the loop, one more that the host has not heard of,
+    and spare pages for three more."""
+    return max(8, 1 << (6 * num_planes - 1).bit_length())
+
+
+def _none() -> Ints:
+    return np.zeros(0, dtype=np.int32)
