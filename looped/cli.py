@@ -37,6 +37,7 @@ VERBS = {
     "serve": Verb("looped.server.serve", "OpenAI-compatible HTTP server over the engine", "serve"),
     "eval": Verb("looped.eval.run", "score a model on a task under a KV layout and a gate", "eval"),
     "bench": Verb("looped.analysis.bench", "measure the engine against its bound"),
+    "trace": Verb("looped.analysis.trace", "a run's schedule, stage by stage, with or without a model"),
     "train-gate": Verb("looped.train.gate", "distil an exit gate on a frozen model", "train"),
     "train": Verb("looped.train.pretrain", "train a looped model from a recipe", "train"),
     "demo": Verb("looped.demo", "the whole loop on tiny models: gates, scores, speed, a report", "serve,eval,train"),
