@@ -17,11 +17,15 @@ class Detokenizer:
 
     Only the last few ids are decoded again for each token: text is the difference of two decodes that share their
     beginning, so tokenizers that treat the first token of a text apart do no harm.
+
+    `stopped` says that a `stop` string came: after `push`, and after `finish`, whose last characters may complete one.
+    One that is complete with the first `min_tokens` tokens is text like any other.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._from = 0
         self._read = 0
@@ -54,9 +58,13 @@ class Detokenizer:
         return self._show(len(self._text))
 
     def _add(self, new: str) -> None:
-        start = max(0, len(self._text) - max((len(stop) for stop in self._stop), default=1) + 1)
+        before = len(self._text)
         self._text += new
-        hits = [at for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
+        if len(self._ids) <= self._min_tokens:
+            return
+        # Only what ends in the new text: an earlier one was passed over on purpose.
+        hits = [self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop if new]
+        hits = [at for at in hits if at >= 0]
         if hits:
             self.stopped = True
             self._text = self._text[: min(hits)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
 import torch
 
 from looped import checks
+from looped.decode import PrefillSchedule
 from looped.errors import LoopedError
 from looped.gates import Gate
 from looped.infer.engine import Engine
@@ -23,6 +25,15 @@ from looped.progress import Progress, progress
 Prompt = str | Sequence[int]
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """One of the samples of a prompt."""
+
+    prompt: Prompt
+    index: int
+    request: Request
+
+
 class LLM:
     """A looped language model served by continuous depth batching, for lists of prompts.
 
@@ -32,17 +43,23 @@ class LLM:
     threshold, min_depth: of the gate, None for its own; `SamplingParams` can override them per request.
     depth: run with fewer loops, prompt and decode alike. compute: "dense" runs and stores all R loops, and the gate
     only picks the output.
+    prefill: "ragged" lets prompt tokens leave early, at prefill_threshold (a number, or a `PrefillSchedule`; None is
+    the threshold of decode). mix_prefill: prompt pieces ride along with core steps.
+    exits: how the host learns of them: "sync" waits for every step, "lookahead" runs a step behind (gates that know
+    one step ahead), "device" leaves them on the device.
     max_num_seqs, max_num_batched_tokens, min_free_slots, min_coda_batch, kv_headroom: W, M, S, K and rho of the paper;
     None is max(1, W // 8) for S, and for K 1 for fully looped models, else W // 4.
     chunk_size: prompts are cut at its multiples; None leaves a prompt whole where cuts change the result, and
     elsewhere cuts it only to keep to `max_num_batched_tokens`.
     num_pages, page_size: the KV pool; None takes what memory allows, and 16 tokens a page (1 for `ragged`).
+    preemption: what makes room when the pool is full: "recompute" or "offload" the K/V of the newest sequence, "auto"
+    the one that is exact for the layout, "off" admits only what fits to its end. prefix_caching: prompts share the
+    K/V of equal beginnings.
     backend: attention; graphs: CUDA graphs, without effect on a CPU.
     dtype, device: how to load a model given by name; None is float32 and the first GPU, else the CPU.
     seed: for requests without their own.
 
-    `prefill="ragged"`, `exits` other than "sync", `preemption` and `prefix_caching` are refused by name: they are not
-    available yet. Raises `LoopedError` for options out of range.
+    Raises `LoopedError` for options out of range, and for those that exclude each other.
     """
 
     def __init__(
@@ -56,6 +73,8 @@ class LLM:
         depth: int | None = None,
         compute: str = "sparse",
         prefill: str = "dense",
+        prefill_threshold: float | PrefillSchedule | None = None,
+        mix_prefill: bool = False,
         exits: str = "sync",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
@@ -65,7 +84,7 @@ class LLM:
         kv_headroom: float = 0.0,
         num_pages: int | None = None,
         page_size: int | None = None,
-        preemption: str | None = None,
+        preemption: str | None = "auto",
         prefix_caching: bool = False,
         backend: str = "auto",
         graphs: bool = True,
@@ -82,6 +101,8 @@ class LLM:
             depth=depth,
             compute=compute,
             prefill=prefill,
+            prefill_threshold=prefill_threshold,
+            mix_prefill=mix_prefill,
             exits=exits,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -115,27 +136,33 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts (texts or lists of token ids), in their order. One parameter set serves all, or one each.
 
-        `show_progress` shows a progress bar. Raises `LoopedError` before anything runs if one of the prompts cannot.
+        The completions come prompt by prompt, `n` each, which `Completion.index` counts. `show_progress` shows a
+        progress bar. Raises `LoopedError` before anything runs if one of the prompts cannot.
         """
         texts = _prompts(prompts)
         params = _params(sampling_params, len(texts))
         self._calls += 1
-        requests = [
-            Request(f"call-{self._calls}-{i}", tuple(self._encode(text)), params[i], ordinal=i, stream=False)
-            for i, text in enumerate(texts)
-        ]
-        outputs: dict[str, list[Output]] = {request.key: [] for request in requests}
+        samples = self._samples(texts, params)
+        outputs: dict[str, list[Output]] = {sample.request.key: [] for sample in samples}
         try:
-            for request in requests:
-                self.engine.add(request)
+            for sample in samples:
+                self.engine.add(sample.request)
             self._drain(outputs, show_progress)
         except BaseException:
-            for request in requests:
-                self.engine.abort(request.key)
+            for key in outputs:
+                self.engine.abort(key)
             raise
-        return [
-            self._completion(text, request, outputs[request.key]) for text, request in zip(texts, requests, strict=True)
-        ]
+        return [self._completion(sample, outputs[sample.request.key]) for sample in samples]
+
+    def _samples(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[_Sample]:
+        """One request for each sample of each prompt."""
+        samples: list[_Sample] = []
+        for prompt, given in zip(prompts, params, strict=True):
+            ids = tuple(self._encode(prompt))
+            for index in range(given.n):
+                key, child = f"call-{self._calls}-{len(samples)}", given.child(index, self.engine.options.seed)
+                samples.append(_Sample(prompt, index, Request(key, ids, child, ordinal=len(samples), stream=False)))
+        return samples
 
     def _drain(self, outputs: dict[str, list[Output]], show: bool) -> None:
         """Step until every request of the call is done."""
@@ -162,20 +189,30 @@ class LLM:
             raise LoopedError(f"{self.model.name} has no tokenizer: give prompts as lists of token ids")
         return self.model.tokenizer.encode(prompt)
 
-    def _completion(self, prompt: Prompt, request: Request, outputs: list[Output]) -> Completion:
-        token_ids = [output.token for output in outputs if output.token is not None]
-        depths = [output.depth for output in outputs if output.token is not None]
+    def _completion(self, sample: _Sample, outputs: list[Output]) -> Completion:
+        new = [output for output in outputs if output.token is not None]
+        token_ids = [output.token for output in new if output.token is not None]
+        params = sample.request.params
         text = "".join(output.text for output in outputs)
-        if not request.params.stop and self.model.tokenizer is not None:
+        if not params.stop and self.model.tokenizer is not None:
             text = self.model.tokenizer.decode(token_ids)
+        wanted = params.logprobs is not None
         return Completion(
             text=text,
             token_ids=token_ids,
-            depths=depths,
+            depths=[output.depth for output in new],
             finish_reason=outputs[-1].finish_reason or "error",
-            prompt_token_ids=list(request.prompt_ids),
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(sample.request.prompt_ids),
+            prompt=sample.prompt if isinstance(sample.prompt, str) else None,
+            index=sample.index,
+            logprobs=[_known(output.logprob) for output in new] if wanted else None,
+            top_logprobs=[output.top_logprobs for output in new] if wanted else None,
         )
+
+
+def _known(logprob: float | None) -> float:
+    assert logprob is not None, "the engine reports log-probabilities where they were asked for"
+    return logprob
 
 
 def _model(

@@ -59,3 +59,49 @@ def test_text_ends_before_the_first_stop_string(text, stop):
         expected = seen[: min(seen.index(s) for s in stop if s in seen)]
     assert "".join(pieces) == expected == reader.text
     assert reader.stopped == bool(ends)
+
+
+def test_a_stop_string_in_the_last_flush_stops():
+    """The text of a token that ends in half a character is read only when no more come."""
+
+    class Pairs:
+        texts = ("a", "b\n\n\ufffd", "\n")
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            return "".join(self.texts[i] for i in token_ids)
+
+    reader = Detokenizer(Pairs(), ("\n\n",))
+    assert [reader.push(0), reader.push(1)] == ["a", ""]
+    assert not reader.stopped
+    assert reader.finish() == "b"
+    assert reader.stopped and reader.text == "ab"
+
+
+def test_stop_strings_across_token_edges():
+    class Words:
+        texts = ("one", " st", "o", "p me", "stop", "xsto")
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            return "".join(self.texts[i] for i in token_ids)
+
+    for ids, shown in (((0, 1, 2, 3), "one "), ((0, 4), "one"), ((0, 5, 3), "onex"), ((4,), "")):
+        reader = Detokenizer(Words(), ("stop",))
+        assert "".join(reader.push(i) for i in ids) == shown
+        assert reader.stopped and reader.finish() == "" and reader.text == shown
+
+
+def test_stop_strings_count_after_min_tokens():
+    def shown(text, stop, least):
+        reader = Detokenizer(Bytes(), stop, min_tokens=least)
+        pieces = []
+        for byte in text.encode():
+            pieces.append(reader.push(byte))
+            if reader.stopped:
+                break
+        return "".join([*pieces, reader.finish()]), reader.stopped
+
+    assert shown("abcabc", ("bc",), 0) == ("a", True)
+    assert shown("abcabc", ("bc",), 2) == ("a", True)  # complete with the third token
+    assert shown("abcabc", ("bc",), 3) == ("abca", True)
+    assert shown("abcabc", ("bc",), 6) == ("abcabc", False)
+    assert shown("bbbb", ("bb",), 2) == ("b", True)  # tokens 2 and 3 make a second one

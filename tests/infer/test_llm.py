@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from looped import LLM, LoopedError, SamplingParams, generate
+from looped.sampling_options import child_seed
 from tests.infer.harness import prompts, reference
 from tests.models import micro_ouro
 
@@ -78,7 +79,7 @@ def test_a_refused_prompt_leaves_nothing_behind(model):
 def test_an_interrupt_leaves_nothing_behind(model, monkeypatch):
     llm = LLM(model)
 
-    def interrupt(rows):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm.engine.stages, "coda", interrupt)
@@ -108,3 +109,47 @@ def test_a_loaded_model_keeps_its_dtype(model):
     with pytest.raises(LoopedError, match=r"torch\.float64"):
         LLM(model, dtype="bfloat16")
     assert LLM(model, dtype=torch.float64).model is model
+
+
+def test_n_samples_of_each_prompt(model):
+    llm = LLM(model, seed=4, max_num_seqs=3)
+    params = SamplingParams(1.0, 5, True, n=3)
+    results = llm.generate(prompts()[:2], params)
+    assert [result.index for result in results] == [0, 1, 2] * 2
+    assert [result.prompt_token_ids for result in results] == [list(prompts()[i]) for i in (0, 0, 0, 1, 1, 1)]
+    for number, result in enumerate(results):
+        expected = generate(
+            model, prompts()[number // 3], max_new_tokens=5, temperature=1.0, ignore_eos=True,
+            seed=child_seed(4, number % 3),
+        )  # fmt: skip
+        assert result.token_ids == expected.token_ids
+    assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+    alone = llm.generate(prompts()[0], SamplingParams(1.0, 5, True))
+    assert alone[0].token_ids == results[0].token_ids
+    greedy = llm.generate([prompts()[0]], SamplingParams(0, 4, True, n=2))
+    assert greedy[0].token_ids == greedy[1].token_ids
+
+
+def test_children_of_parameters():
+    params = SamplingParams(0.5, 9, seed=3, n=4, top_k=7)
+    assert params.child(0) == SamplingParams(0.5, 9, seed=3, top_k=7)
+    assert params.child(2).seed == child_seed(3, 2) and params.child(2).n == 1
+    unseeded = SamplingParams(n=2)
+    assert unseeded.child(0, 8).seed is None and unseeded.child(1, 8).seed == child_seed(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"n": 0}, "n must be"),
+        ({"n": 129}, "n must be"),
+        ({"n": None}, "n must not be None"),
+        ({"top_p": 0}, "top_p"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"min_tokens": 17}, "min_tokens 17 is above max_tokens 16"),
+        ({"stop_token_ids": range(65)}, "64"),
+    ],
+)
+def test_parameters_out_of_range(params, said):
+    with pytest.raises(LoopedError, match=said):
+        SamplingParams(**params)
