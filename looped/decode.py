@@ -23,7 +23,8 @@ from looped.gates import Carry, Entry, Gate, Params, get_gate
 from looped.kv import KVLayout, get_layout
 from looped.model import LoopedLM
 from looped.model.attention import Attend
-from looped.sampling import sample
+from looped.sampling import Alone, Drawn, end_ids
+from looped.sampling_options import Sampling
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,17 @@ class PrefillSchedule:
 
 @dataclass(frozen=True)
 class Generation:
-    """New tokens of one sequence; `depths[i]` is the number of loops of the pass that produced token i."""
+    """New tokens of one sequence; `depths[i]` is the number of loops of the pass that produced token i.
+
+    Where logprobs were asked for, `logprobs[i]` is token i's and `top_logprobs[i]` has those of the likeliest tokens
+    as (id, log-probability), best first.
+    """
 
     token_ids: list[int]
     depths: list[int]
     finish_reason: str
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -268,19 +275,14 @@ class _Decoder:
         at = torch.tensor([position], device=self.model.device)
         return trip, self.model.coda(trip.exit_h, at, self.cache.attend(at))
 
-    def choose(self, logits: Tensor, trip: _Pass, position: int, temperature: float) -> int:
-        """Sample the token at `position` and leave the carry for its own pass."""
-        device = logits.device
-        token = sample(
-            logits,
-            torch.tensor([temperature], device=device),
-            torch.tensor([self.seed], device=device),
-            torch.tensor([position], device=device),
-        )
+    def choose(self, logits: Tensor, trip: _Pass, sampler: Alone) -> Drawn:
+        """Draw the next token and leave the carry for its own pass."""
+        drawn = sampler.draw(logits)
         gate = self.policy.gate
         if gate is not None and gate.uses_carry:
-            self.carry = gate.finish(self.model.readout(trip.exit_h[-1:]), logits, token, trip.depths[-1:])
-        return int(token)
+            readout = self.model.readout(trip.exit_h[-1:])
+            self.carry = gate.finish(readout, logits, drawn.tokens, trip.depths[-1:])
+        return drawn
 
 
 @torch.no_grad()
@@ -301,42 +303,67 @@ def generate(
     chunk_size: int | None = None,
     state: str | None = None,
     seed: int = 0,
+    sampling: Sampling | None = None,
 ) -> Generation:
     """Generate after one prompt, the plain way.
 
     `layout` None is the model's default, `gate` None is full depth. `depth` lowers R for prompt and decode alike.
     `compute="dense"` runs and stores all R loops, and the gate only picks the output (the official Ouro behaviour).
     `prefill="ragged"` lets prompt tokens exit, at `prefill_threshold`. `chunk_size` None takes the prompt in one chunk.
-    Random numbers come from (seed, position). An EOS token ends the sequence and is part of `token_ids`.
+    Random numbers come from (seed, position). `sampling` says all that decides a token (`SamplingParams.sampling` is
+    one), `temperature` alone is short for it. An EOS token, unless ignored, or one of its `stop_token_ids` ends the
+    sequence and is part of `token_ids`.
 
     Raises `LoopedError` for an unknown name, a value out of range, or a prompt longer than the context.
     """
     if not isinstance(model, LoopedLM):
         raise LoopedError(f"generate takes a loaded model, got {model!r}; load it with looped.load")
-    checks.given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    checks.given(max_new_tokens=max_new_tokens, seed=seed)
     checks.whole_numbers(max_new_tokens=max_new_tokens, chunk_size=chunk_size, seed=seed)
-    checks.numbers(temperature=temperature)
     policy = resolve_policy(model, layout, gate, threshold, min_depth, depth, compute, prefill, prefill_threshold)
     prompt = check_prompt(model, prompt_ids)
     if chunk_size is not None and chunk_size < 1:
         raise LoopedError(f"chunk_size must be at least 1, got {chunk_size}")
     if max_new_tokens < 1:
         raise LoopedError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise LoopedError(f"temperature must be 0 or larger, got {temperature}")
     if not -(1 << 63) <= seed < 1 << 63:
         raise LoopedError(f"seed must fit in 64 bits, got {seed}")
+    if sampling is not None and temperature != 0:
+        raise LoopedError("give the temperature in sampling, not beside it")
+    params = Sampling(temperature=temperature) if sampling is None else sampling
+    vocab_size = model.config.vocab_size
+    params.check_vocab(vocab_size)
     total = min(len(prompt) + max_new_tokens, model.config.max_positions)
     decoder = _Decoder(model, policy, total, seed, state)
+    sampler = Alone(params, seed, end_ids(params, model.config.eos_ids, ignore_eos, vocab_size), prompt, vocab_size)
     size = chunk_size or len(prompt)
     for start in range(0, len(prompt), size):
         trip, logits = decoder.prompt_chunk(prompt[start : start + size], start, len(prompt))
-    token_ids, depths = [], []
+    draws: list[Drawn] = []
+    token_ids, depths, reason = [], [], "length"
     for position in range(len(prompt), total):
-        token_ids.append(decoder.choose(logits, trip, position, temperature))
+        draws.append(decoder.choose(logits, trip, sampler))
+        token_ids.append(int(draws[-1].tokens))
         depths.append(int(trip.depths[-1]))
-        if token_ids[-1] in model.config.eos_ids and not ignore_eos:
-            return Generation(token_ids, depths, "stop")
+        if sampler.ended:
+            reason = "stop"
+            break
         if position + 1 < total:
             trip, logits = decoder.decode_token(token_ids[-1], position, len(token_ids))
-    return Generation(token_ids, depths, "length")
+    return Generation(token_ids, depths, reason, *_logprobs(draws, params.logprobs))
+
+
+def _logprobs(
+    draws: list[Drawn], count: int | None
+) -> tuple[list[float] | None, list[tuple[tuple[int, float], ...]] | None]:
+    """Log-probabilities of tokens and of the `count` likeliest ones each; None where they were not asked for."""
+    if count is None:
+        return None, None
+    own: list[float] = []
+    top: list[tuple[tuple[int, float], ...]] = []
+    for drawn in draws:
+        assert drawn.logprob is not None and drawn.top_ids is not None and drawn.top_logprobs is not None
+        own.append(float(drawn.logprob))
+        ids, values = drawn.top_ids[0, :count].tolist(), drawn.top_logprobs[0, :count].tolist()
+        top.append(tuple(zip(ids, values, strict=True)))
+    return own, top

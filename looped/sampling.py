@@ -230,3 +230,41 @@ def end_ids(params: Sampling, eos_ids: Sequence[int], ignore_eos: bool, vocab_si
     """The ids that end a sequence, each once; ids that the model does not have never come and are left out."""
     ids = dict.fromkeys((*(() if ignore_eos else eos_ids), *params.stop_token_ids))
     return [token for token in ids if 0 <= token < vocab_size]
+
+
+class Alone:
+    """Draws the tokens of one sequence, for the reference decoder: nothing is kept but the tokens so far."""
+
+    def __init__(
+        self, params: Sampling, seed: int, ends_at: Sequence[int], prompt: Sequence[int], vocab_size: int
+    ) -> None:
+        """`ends_at` are the ids that end the sequence."""
+        self._params, self._ends_at, self._vocab_size = params, frozenset(ends_at), vocab_size
+        self._table = Table.of([params], [seed], [ends_at], len(params.logit_bias or {}), len(ends_at))
+        self._prompt, self._generated = list(prompt), list[int]()
+
+    def draw(self, logits_1V: Tensor) -> Drawn:
+        """The token behind those drawn so far."""
+        device = logits_1V.device
+        floats, ints, *lists = (torch.from_numpy(column).to(device) for column in self._table)
+        index = len(self._generated)
+        drawn = draw(
+            logits_1V,
+            knobs_of(floats, ints),
+            torch.tensor([len(self._prompt) + index], device=device),
+            torch.tensor([index], device=device),
+            self._params.level,
+            Lists(*lists),
+            Seen(self._count(self._generated).to(device), self._count(self._prompt).to(device) > 0),
+        )
+        self._generated.append(int(drawn.tokens))
+        return drawn
+
+    @property
+    def ended(self) -> bool:
+        """Whether the newest token ends the sequence."""
+        *before, last = self._generated
+        return last in self._ends_at and len(before) >= self._params.min_tokens
+
+    def _count(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.long).bincount(minlength=self._vocab_size)[None].int()
