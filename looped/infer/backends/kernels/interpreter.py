@@ -1,0 +1,27 @@
+"""Kernels on a CPU: Triton's interpreter, chosen by TRITON_INTERPRET=1 before Triton is imported. Slow; for tests."""
+
+# mypy: disable-error-code="attr-defined"
+
+from typing import Any
+
+import triton
+
+
+def interpreting() -> bool:
+    """Whether kernels defined from now on are interpreted."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def repair() -> None:
+    """Let the interpreter of Triton <= 3.6 loop up to a loaded number: numpy >= 2.4 refuses int() of its arrays."""
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_looped_patch"):
+        return
+    interpreter._looped_patch = original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
