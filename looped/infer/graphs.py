@@ -17,7 +17,8 @@ from torch import Tensor
 
 from looped.errors import LoopedError
 
-Stage = Callable[[], tuple[Tensor, ...]]
+Outputs = tuple[Tensor | None, ...]
+Stage = Callable[[], Outputs]
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 class _Captured:
     """A graph and its outputs, whose memory every replay writes again."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
         self.graph, self.outputs = graph, outputs
 
 
@@ -65,7 +66,7 @@ class Graphs:
             raise ValueError(f"{n} rows do not fit into the largest bucket of {self.buckets[-1]}")
         return self.buckets[bisect.bisect_left(self.buckets, n)] if self.enabled else n
 
-    def run(self, key: Hashable, stage: Stage) -> tuple[Tensor, ...]:
+    def run(self, key: Hashable, stage: Stage) -> Outputs:
         """What `stage` returns: by replay where `key` was captured, by running it otherwise.
 
         A replay returns the same tensors each time: read them, in stream order, before the next one of this key.

@@ -30,9 +30,7 @@ def attention(queries, k_pages, v_pages, pages, length):
 
 
 def packed(q, k_pages, v_pages, starts, tables, lens):
-    out = [
-        attention(q[starts[i] : starts[i + 1]], k_pages, v_pages, tables[i], int(lens[i])) for i in range(len(lens))
-    ]
+    out = [attention(q[starts[i] : starts[i + 1]], k_pages, v_pages, tables[i], int(lens[i])) for i in range(len(lens))]
     return torch.cat(out)
 
 

@@ -1,5 +1,7 @@
 """CUDA graphs where there is no GPU: sizes, and stages that simply run. Replays are tested in tests/gpu."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def test_buckets_rise_to_the_largest_batch(max_rows):
     sizes = bucket_sizes(max_rows)
     assert sizes[0] == 1 and sizes[-1] == max_rows
     assert list(sizes) == sorted(set(sizes))
-    steps = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
     assert max(steps, default=0) <= 32
 
 
@@ -51,7 +53,9 @@ def test_out_of_memory_while_capturing_says_what_to_lower(monkeypatch):
             raise RuntimeError("the capture was invalidated")  # noqa: B904  (as closing a broken capture does)
 
     monkeypatch.setattr(graphs, "_record", exhausted)
-    with pytest.raises(LoopedError, match=r"batches of up to 64\): lower max_num_seqs or num_pages, or turn graphs off"):
+    with pytest.raises(
+        LoopedError, match=r"batches of up to 64\): lower max_num_seqs or num_pages, or turn graphs off"
+    ):
         graphs.capture("core", tuple)
 
 

@@ -65,14 +65,8 @@ def _sdpa() -> Backend:
 
 
 def _triton() -> Backend:
-    try:
-        from looped.infer.backends.triton import TritonBackend
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise LoopedError(
-            "backend 'triton' needs the package triton, which comes with torch for CUDA; use 'sdpa' or 'auto'"
-        ) from error
+    from looped.infer.backends.triton import TritonBackend
+
     return TritonBackend()
 
 
