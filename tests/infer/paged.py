@@ -89,18 +89,25 @@ class Decode(NamedTuple):
 
 
 def decode_case(
-    shape: Shape, page_size: int, lens: list[int], dtype: torch.dtype, device: str = "cpu", padding: int = 2
+    shape: Shape,
+    page_size: int,
+    lens: list[int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    padding: int = 2,
+    max_len: int | None = None,
 ) -> Decode:
     """One new token a sequence of each length in `lens` (itself included), every second one in another plane."""
     torch.manual_seed(0)
-    pool = make_pool(shape, page_size, len(lens), 2, max(lens), dtype, device)
+    max_len = max_len or max(lens)
+    pool = make_pool(shape, page_size, len(lens), 2, max_len, dtype, device)
     slots = torch.randperm(len(lens)) + 1
     planes = torch.arange(len(lens)) % 2
     for slot, plane, length in zip(slots.tolist(), planes.tolist(), lens, strict=True):
         fill(pool, slot, plane, torch.arange(length - 1))
     nothing = torch.zeros(padding, dtype=torch.int64)
     rows = (torch.cat((x, nothing)).to(device) for x in (slots, planes, torch.tensor(lens) - 1))
-    return Decode(pool, DecodeBatch(*rows, max_len=max(lens)), len(lens))
+    return Decode(pool, DecodeBatch(*rows, max_len=max_len), len(lens))
 
 
 def assert_decode(

@@ -20,6 +20,7 @@ from looped.infer.backends.kernels.decode_heads import decode_heads
 from looped.infer.backends.kernels.planes import copy_planes
 from looped.infer.backends.kernels.prefill import Tiles
 from looped.infer.backends.kernels.splits import make_scratch
+from looped.infer.backends.sdpa import SdpaBackend
 from looped.infer.backends.triton import TritonBackend
 from tests.infer import paged
 from tests.infer.paged import Part, Shape
@@ -89,6 +90,16 @@ def test_prefill_dtypes(shape: Shape, dtype: torch.dtype) -> None:
     work = [Part(0, list(range(70))), Part(40, list(range(40, 90, 3))), Part(7, [7, 8])]
     pool, batch = paged.prefill_case(shape, 16, work, dtype, DEVICE)
     paged.assert_prefill(BACKEND, pool, batch, shape, TOLERANCE[dtype])
+
+
+def test_sdpa_passes_the_same_cases() -> None:
+    """So what the cases ask of kernels is what the engine's reference backend does."""
+    shape = Shape(4, 2, 24)
+    for dtype in (torch.float32, torch.float64):
+        case = paged.decode_case(shape, 5, [1, 5, 6, 70], dtype)
+        paged.assert_decode(SdpaBackend(), case, shape, TOLERANCE[dtype])
+        pool, batch = paged.prefill_case(shape, 16, paged.parts(16), dtype)
+        paged.assert_prefill(SdpaBackend(), pool, batch, shape, TOLERANCE[dtype])
 
 
 def test_tiles_cover_every_row_once() -> None:
