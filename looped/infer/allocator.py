@@ -110,6 +110,7 @@ class SlotPages:
     table, which lies at `base` of the flat array that `writes` counts through. `promised[slot]` blocks are the slot's
     to take; `owed[slot]` pages of them it has not taken yet. `used[slot]` blocks have pages; `limit[slot]` is how many
     the sequence can ever need. Pages a slot owns alone are listed apart from those it shares through the prefix cache.
+    `tokens` and `rows` count tokens and their planes since the start.
     """
 
     def __init__(
@@ -124,6 +125,9 @@ class SlotPages:
         self.limit = np.zeros(num_slots, dtype=np.int64)
         self.owed = np.zeros(num_slots, dtype=np.int64)
         self.used = np.zeros(num_slots, dtype=np.int64)
+        self.tokens = self.rows = 0
+        # Prompt tokens that were counted: a batch may be abandoned and come again.
+        self._covered = np.zeros(num_slots, dtype=np.int64)
         # Room for every page a slot can own; untouched rows of zeros take no memory.
         self._owned = np.zeros((num_slots, num_planes * self.num_blocks + spare), dtype=np.int32)
         self._num_owned = np.zeros(num_slots, dtype=np.int64)
@@ -158,7 +162,7 @@ class SlotPages:
         self.pages.give(pages)
         self._num_owned[slot] = 0
         self.table[slot, :, : self.used[slot]] = 0
-        self.promised[slot] = self.limit[slot] = self.used[slot] = 0
+        self.promised[slot] = self.limit[slot] = self.used[slot] = self._covered[slot] = 0
         self._settle(np.array([slot]))
         self.writes.clear(slot)
         return pages
@@ -171,9 +175,20 @@ class SlotPages:
 
     # Growth.
 
-    def cover(self, slot: int, stop: int) -> None:
-        """Pages for all tokens before `stop`, every plane. They were promised."""
+    def cover(self, slot: int, start: int, stop: int) -> Ints:
+        """Pages for prompt tokens `start` to `stop` in every plane, unless they have them. They were promised. Returns
+        pages that this set free: none here."""
         self.extend(np.array([slot]), np.array([self.blocks_for(stop) - self.used[slot]]))
+        fresh = max(0, stop - max(start, int(self._covered[slot])))
+        self._covered[slot] = max(int(self._covered[slot]), stop)
+        self.tokens += fresh
+        self.rows += fresh * self.num_planes
+        return np.zeros(0, dtype=np.int32)
+
+    def token_done(self, slot: int, depth: int) -> None:
+        """A decode token has run `depth` loops."""
+        self.tokens += 1
+        self.rows += self.num_planes
 
     def missing(self, slots: Longs, positions: Longs) -> Longs:
         """Blocks that each slot needs for its tokens up to and including `positions`, up to its limit."""
@@ -215,16 +230,19 @@ class SlotPages:
     def check(self, cached: Ints) -> None:
         """Raise RuntimeError unless every page is free, one slot's own or `cached`, tables hold no other, and promises
         add up and can be kept."""
-        owned = [self.owned(slot) for slot in range(len(self.table))]
+        slots = np.arange(len(self.table))
+        owned = [self.owned(int(slot)) for slot in slots]
         everything = np.sort(np.concatenate((self.pages.free_pages(), cached, *owned)))
         if not np.array_equal(everything, np.arange(1, self.pages.num_pages + 1)):
             raise RuntimeError("KV pages are lost or held twice")
         if len(owned[0]) or self.table[0].any() or self.used[0]:
             raise RuntimeError("slot 0, which is padding, holds pages")
-        for slot, mine in enumerate(owned):
-            strange = np.setdiff1d(self.table[slot], np.concatenate((mine, cached)))
-            if strange.any():
-                raise RuntimeError(f"the table of slot {slot} has pages that it does not hold: {strange}")
+        holder = np.full(self.pages.num_pages + 1, -1)
+        holder[np.concatenate(owned)] = np.repeat(slots, self._num_owned)
+        anyone = np.zeros(self.pages.num_pages + 1, dtype=bool)
+        anyone[0] = anyone[cached] = True
+        if not (anyone[self.table] | (holder[self.table] == slots[:, None, None])).all():
+            raise RuntimeError("a page table has pages that its slot does not hold")
         if self.pages.reserved != self.owed.sum() or (self.owed < 0).any():
             raise RuntimeError("promises of KV pages do not add up")
         if self.pages.available < 0:

@@ -141,10 +141,6 @@ class KVMemory:
         self.prefix_block = prefix_block(layout, self.page_size, chunk_size)
         self._cache = self._prefix_cache() if prefix_caching else None
         self._copy = _plane_copy(device)
-        # Prompt tokens of each slot that were counted: a batch may be abandoned and come again.
-        self._covered = np.zeros(num_slots, dtype=np.int64)
-        self.tokens = 0
-        self.rows = 0
         if poison:
             for pool in self.pools:
                 pool.data[:, pool.page_size :] = torch.nan
@@ -210,7 +206,6 @@ class KVMemory:
                 pool.fill(pages, torch.nan)
             elif scrub:
                 pool.fill(pages, 0.0)
-        self._covered[slot] = 0
         if self._cache is not None:
             self._cache.release(slot)
 
@@ -222,16 +217,13 @@ class KVMemory:
 
     def cover_prompt(self, slot: int, start: int, stop: int) -> None:
         """Pages for prompt tokens `start` to `stop` in every plane, unless they have them."""
-        self.core.pages.cover(slot, stop)
+        self._dropped(self.core.pages.cover(slot, start, stop))
         self.cover_outer(slot, start, stop)
-        fresh = max(0, stop - max(start, int(self._covered[slot])))
-        self._covered[slot] = max(int(self._covered[slot]), stop)
-        self._count(fresh, fresh * self.core.pages.num_planes)
 
     def cover_outer(self, slot: int, start: int, stop: int) -> None:
         """Pages for prompt tokens `start` to `stop` in the layers outside the core; for prompts of `open_prompt`."""
         if self.outer is not None:
-            self.outer.pages.cover(slot, stop)
+            self.outer.pages.cover(slot, start, stop)
 
     def grow(self, slots: Ints, positions: Ints) -> bool:
         """Pages for decode tokens up to and including `positions`: in the core unless its planes are aliased, and
@@ -271,35 +263,27 @@ class KVMemory:
     def token_done(self, slot: int, depth: int) -> None:
         """A decode token's pass is complete and wrote `depth` planes: count it; what a ragged token was promised
         beyond them is free for others."""
-        if self.layout.aliases:
-            self._ragged.token_done(slot, depth)
-        self._count(1, depth if self.layout.aliases else self.core.pages.num_planes)
+        self.core.pages.token_done(slot, depth)
 
     def open_prompt(self, slot: int, plane: int, positions: Ints) -> None:
         """Ragged prefill under `ragged`: a page in one plane for each prompt token still in the loop. Plane 0 comes
         first; if it comes again for a token, the earlier pass was abandoned and its pages are taken back."""
         if self.layout.aliases and len(positions):
-            at = positions.astype(np.int64)
-            if plane == 0:
-                again = self._ragged.closed(slot, at)
-                self._count(-len(again), -int(again.sum()))
-            dropped = self._ragged.open_prompt(slot, plane, at)
-            if self._poison:
-                self.core.fill(dropped, torch.nan)
+            self._dropped(self._ragged.open_prompt(slot, plane, positions.astype(np.int64)))
 
     def close_prompt(self, slot: int, positions: Ints, depth: int) -> None:
         """Prompt tokens of `open_prompt` left after `depth` steps: their later planes are aliases of the last."""
         if self.layout.aliases and len(positions):
             self._ragged.close_prompt(slot, positions.astype(np.int64), depth)
-            self._count(len(positions), depth * len(positions))
+
+    def _dropped(self, pages: Ints) -> None:
+        """Core pages of prompt tokens whose pass was abandoned are free again."""
+        if self._poison:
+            self.core.fill(pages, torch.nan)
 
     def flush(self) -> None:
         """Send what the host wrote to the tables, in stream order; call it before a launch that may read it."""
         self.tables.flush()
-
-    def _count(self, tokens: int, rows: int) -> None:
-        self.tokens += tokens
-        self.rows += rows
 
     # The device's side: fixed shapes, no wait. Padding rows have slot 0.
 
@@ -361,8 +345,8 @@ class KVMemory:
             peak_pages=pages.peak,
             capacity_tokens=self.capacity_tokens,
             bytes_per_token=self.bytes_per_token,
-            rows=self.rows,
-            full_rows=self.tokens * self.max_loops,
+            rows=self.core.pages.rows,
+            full_rows=self.core.pages.tokens * self.max_loops,
             cached_pages=pages.evictable,
             hit_tokens=cache.hit_tokens if cache else 0,
             query_tokens=cache.query_tokens if cache else 0,

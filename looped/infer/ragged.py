@@ -41,12 +41,8 @@ class RaggedPages(SlotPages):
         self.counted[slot] = self.ahead[slot] = self.given[slot] = 0
         return super().release(slot)
 
-    def extend(self, slots: Longs, blocks: Longs) -> None:
-        self.counted[slots] += np.maximum(0, blocks)
-        super().extend(slots, blocks)
-
     def _advance(self, slot: int, blocks: int) -> None:
-        self.counted[slot] += blocks
+        self._close(slot, np.arange(self.used[slot], self.used[slot] + blocks), self.num_planes)
         super()._advance(slot, blocks)
 
     def restore(self, slot: int, index_PB: Ints, num_complete: int) -> Ints:
@@ -90,11 +86,26 @@ class RaggedPages(SlotPages):
 
     def token_done(self, slot: int, depth: int) -> None:
         """A decode token kept `depth` pages; what it was promised beyond that is free for others."""
+        self.tokens += 1
+        self.rows += depth
         self.counted[slot] += 1
         self.ahead[slot] -= depth
         self._settle(np.array([slot]))
 
-    # Prompt tokens that may leave the loop early.
+    # Prompt tokens.
+
+    def cover(self, slot: int, start: int, stop: int) -> Ints:
+        dropped, begun = _none(), np.arange(start, min(stop, int(self.used[slot])))
+        if (self._depths[slot, begun] != self.num_planes).any():
+            dropped = self._drop(slot, begun)
+            self.used[slot] = start
+        fresh = np.arange(self.used[slot], stop)
+        self.extend(np.array([slot]), np.array([len(fresh)]))
+        self._close(slot, fresh, self.num_planes)
+        self.tokens += len(fresh)
+        self.rows += len(fresh) * self.num_planes
+        self._settle(np.array([slot]))
+        return dropped
 
     def open_prompt(self, slot: int, plane: int, positions: Longs) -> Ints:
         """A page of its own in one plane for each prompt token, unless it has one.
@@ -120,15 +131,15 @@ class RaggedPages(SlotPages):
             last = np.broadcast_to(self.table[slot, depth - 1, positions], (len(missing), len(positions)))
             self.table[slot, missing, positions] = last
             self._queue(np.array(slot), missing, positions, last)
-        self._depths[slot, positions] = depth
-        self.counted[slot] += len(positions)
+        self._close(slot, positions, depth)
+        self.tokens += len(positions)
+        self.rows += depth * len(positions)
         self.ahead[slot] -= depth * len(positions)
         self._settle(np.array([slot]))
 
-    def closed(self, slot: int, positions: Longs) -> Longs:
-        """Depths of those prompt tokens that have left the loop: [<= N]."""
-        depths: Longs = self._depths[slot, positions].astype(np.int64)
-        return depths[depths > 0]
+    def _close(self, slot: int, positions: Longs, depth: int) -> None:
+        self._depths[slot, positions] = depth
+        self.counted[slot] += len(positions)
 
     def _drop(self, slot: int, positions: Longs) -> Ints:
         """Take back the pages of prompt tokens whose passes were abandoned."""
@@ -139,8 +150,11 @@ class RaggedPages(SlotPages):
         self.disown(slot, pages)
         self.pages.give(pages)
         closed = self._depths[slot, positions]
-        self.counted[slot] -= int((closed > 0).sum())
-        self.ahead[slot] -= len(pages) - int(closed.sum())
+        num_closed, rows = int((closed > 0).sum()), int(closed.sum())
+        self.tokens -= num_closed
+        self.rows -= rows
+        self.counted[slot] -= num_closed
+        self.ahead[slot] -= len(pages) - rows
         self.table[slot][:, positions] = 0
         self.writes.repeated = True
         self._depths[slot, positions] = 0
