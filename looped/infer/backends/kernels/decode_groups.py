@@ -48,7 +48,7 @@ def _one_split(
     return top_Q, sum_Q, acc_QK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     out, q_ptr, k_new, v_new, kv, table, slots, planes, positions, scratch_acc, scratch_stats, arrived,
     q_row, q_head, k_row, k_head, v_row, v_head, table_slot, table_plane, num_splits,

@@ -49,7 +49,7 @@ def _one_split(
     return top, tl.sum(sum_B * weight_B, 0), tl.sum(acc_BK * weight_B[:, None], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     out, q_ptr, k_new, v_new, kv, table, slots, planes, positions, scratch_acc, scratch_stats, arrived,
     q_row, q_head, k_row, k_head, v_row, v_head, table_slot, table_plane, num_splits,
