@@ -95,6 +95,8 @@ class Graphs:
         try:
             self._captured[key] = self._record(stage)
         except RuntimeError as error:
+            # The allocator goes on serving a broken capture's stream from its pool: both are given up.
+            self._stream = self._pool = None
             if _out_of_memory(error):
                 raise LoopedError(
                     f"there is not enough GPU memory to capture CUDA graphs ({len(self)} so far, for batches of up to "

@@ -198,7 +198,8 @@ def test_prefill(backend, page_size, head_dim, heads, kv_heads, cut):
         pool.data.nan_to_num_(0)  # whole pages may be loaded, so what lies behind a sequence's end must be finite
     batch = packed(PIECES[cut])
     for plane in range(2):
-        pool.write([s for s, _, _ in PIECES[cut]], [plane] * 4, [first for _, first, _ in PIECES[cut]])
+        for slot, first, _ in PIECES[cut]:
+            pool.write([slot], [plane], [first])
         reference = pool.wide()
         attend, expect = backend.prefill(pool, batch, plane), SdpaBackend().prefill(reference, batch, plane)
         for layer in range(2):
