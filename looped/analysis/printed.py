@@ -65,8 +65,8 @@ _HUGINN = _workload(
 )
 
 PRESETS = {
-    "table-2-ouro": Preset("table 2, left: Ouro, refill, K = 1", "refill", 1, True, 4, _OURO),
-    "table-2-huginn": Preset("table 2, right: Huginn, refill, K = 1", "refill", 1, False, 16, _HUGINN),
-    "table-3-no-refill": Preset("table 3, left: Ouro, no-refill", "no-refill", 1, True, 4, _OURO),
-    "table-3-refill": Preset("table 3, right: Ouro, refill, K = 16", "refill", 16, True, 4, _OURO),
+    "table-2-ouro": Preset("workload of table 2, left: Ouro", "refill", 1, True, 4, _OURO),
+    "table-2-huginn": Preset("workload of table 2, right: Huginn", "refill", 1, False, 16, _HUGINN),
+    "table-3-no-refill": Preset("workload of table 3, left: Ouro", "no-refill", 1, True, 4, _OURO),
+    "table-3-refill": Preset("workload of table 3, right: Ouro", "refill", 16, True, 4, _OURO),
 }

@@ -10,7 +10,7 @@ from looped.analysis import depths as exit_depths
 from looped.analysis.printed import NUM_STAGES, PRESETS, Preset
 from looped.analysis.simulate import Totals, Workload, simulate, sums
 from looped.errors import LoopedError
-from looped.infer.scheduler import Limits, Stage, TraceRow
+from looped.infer.scheduler import POLICIES, Limits, Stage, TraceRow
 from looped.options import option
 from looped.progress import last_json
 
@@ -45,7 +45,7 @@ class Options:
     output_len: int | None = option(
         None, "new tokens of a request, the first by its prompt (default: all its exits, or 8)"
     )
-    mode: Literal["cb", "no-refill", "refill"] | None = option(None, "scheduler (default: refill)")
+    mode: str | None = option(None, "scheduler (default: refill)", choices=tuple(POLICIES))
     max_num_seqs: int = option(64, "W, sequences active at once")
     max_num_batched_tokens: int = option(8192, "M, prompt tokens of a prefill batch")
     min_free_slots: int | None = option(None, "S, free slots before a prefill interrupts decode; max(1, W // 8)")

@@ -76,7 +76,7 @@ def test_a_preset_is_a_workload_that_other_flags_change(cli: Callable[..., Ran])
 
 def test_the_table(cli: Callable[..., Ran]) -> None:
     lines = cli("trace", "--preset", "table-2-ouro").out.splitlines()
-    assert lines[0].startswith("refill, W 64, M 8192, S 8, K 1, R 4; 256 requests (table 2")
+    assert lines[0].startswith("refill, W 64, M 8192, S 8, K 1, R 4; 256 requests (workload of table 2")
     assert lines[2:5] == [
         " #  stage     B  detail              exits  Q_R  Q_C  Q_P",
         " 0  init                                      0    0  256",
