@@ -31,7 +31,14 @@ from looped.infer.offload import SavedKV, load_pages, save_pages
 from looped.infer.pool import OuterPool, Pool, Tables
 from looped.infer.prefix import Match, PrefixCache, block_hashes
 from looped.infer.ragged import RaggedPages
-from looped.infer.sizing import DEFAULT_PAGE_SIZE, GPU_RESERVE_BYTES, Demand, activation_bytes, size_pools
+from looped.infer.sizing import (
+    DEFAULT_PAGE_SIZE,
+    GPU_RESERVE_BYTES,
+    Demand,
+    PoolSizes,
+    activation_bytes,
+    size_pools,
+)
 from looped.kv import KVLayout
 
 __all__ = ["KVMemory", "KVUsage", "OuterPool", "Pool", "SavedKV", "block_hashes", "check_page_size", "stored"]
@@ -74,6 +81,9 @@ class Admission(Protocol):
     def reserve_len(self) -> int: ...
     @property
     def prefix(self) -> tuple[bytes, ...]: ...
+    @property
+    def parked(self) -> object | None:
+        """Not None: it brings all its K/V along, so nothing is looked up for it."""
 
 
 class KVMemory:
@@ -127,15 +137,14 @@ class KVMemory:
             reserve_bytes += GPU_RESERVE_BYTES if device.type == "cuda" else 0
         sizes = size_pools(demand, device, num_pages, reserve_bytes)
         self.capacity_tokens = sizes.capacity_tokens
-        self.max_len = max_len = min(max_len, self.capacity_tokens + 1)
-        """The longest sequence that `fits` or that a table has room for."""
-        self.core = Pool(
-            config.core_layers, self._core_pages(num_slots, max_len, sizes.core_pages), config, dtype, device
-        )
-        self.outer: OuterPool | None = None
-        if outer_bytes:
-            pages = SlotPages(num_slots, 1, max_len, demand.outer_page_size, sizes.outer_pages)
-            self.outer = OuterPool(config, pages, dtype, device)
+        self.max_len = min(max_len, self.capacity_tokens + 1)
+        """The longest sequence that `fits`, and that a table has room for."""
+        try:
+            self.core, self.outer = self._build(config, num_slots, sizes, demand.outer_page_size, dtype)
+        except MemoryError as error:
+            raise LoopedError(
+                f"the books of {sizes.core_pages} KV pages do not fit into memory; lower num_pages"
+            ) from error
         self.pools: tuple[Pool, ...] = (self.core,) if self.outer is None else (self.core, self.outer)
         self.tables = Tables(self.pools, device)
         self.prefix_block = prefix_block(layout, self.page_size, chunk_size)
@@ -145,11 +154,20 @@ class KVMemory:
             for pool in self.pools:
                 pool.data[:, pool.page_size :] = torch.nan
 
-    def _core_pages(self, num_slots: int, max_len: int, num_pages: int) -> SlotPages:
+    def _build(
+        self, config: ModelConfig, num_slots: int, sizes: PoolSizes, outer_page_size: int, dtype: torch.dtype
+    ) -> tuple[Pool, OuterPool | None]:
         num_planes = self.layout.num_planes(self.max_loops)
+        pages: SlotPages
         if self.layout.aliases:
-            return RaggedPages(num_slots, num_planes, max_len, num_pages)
-        return SlotPages(num_slots, num_planes, max_len, self.page_size, num_pages)
+            pages = RaggedPages(num_slots, num_planes, self.max_len, sizes.core_pages)
+        else:
+            pages = SlotPages(num_slots, num_planes, self.max_len, self.page_size, sizes.core_pages)
+        core = Pool(config.core_layers, pages, config, dtype, self.device)
+        if not sizes.outer_pages:
+            return core, None
+        outside = SlotPages(num_slots, 1, self.max_len, outer_page_size, sizes.outer_pages)
+        return core, OuterPool(config, outside, dtype, self.device)
 
     def _prefix_cache(self) -> PrefixCache:
         if not self.prefix_block:
@@ -195,7 +213,9 @@ class KVMemory:
         return match.tokens
 
     def _match(self, job: Admission) -> Match | None:
-        return self._cache.match(job.prefix, job.prompt_len) if self._cache is not None and job.prefix else None
+        if self._cache is None or job.parked is not None:
+            return None
+        return self._cache.match(job.prefix, job.prompt_len)
 
     def release(self, slot: int, scrub: bool = False) -> None:
         """Everything of a slot is free, but for blocks in the prefix cache. `scrub` zeroes its pages: some may hold
@@ -247,8 +267,8 @@ class KVMemory:
         the sequence can still use. `consumed` is an upper bound of the pages that `open` took since admission or
         `load`. A slot stands once; slot 0 is passed over.
 
-        False, with nothing changed, where the pool is exhausted even without what the prefix cache keeps. Raises
-        RuntimeError where a ring is too small, which takes a `spare` beyond 3 R or passes missing in `token_done`.
+        False, with nothing changed, where the pool is exhausted even without what the prefix cache keeps. A full ring
+        is left as it is: it holds what six passes can take, so report passes by `token_done` before there are more.
         """
         if not self.layout.aliases:
             return True
@@ -316,7 +336,7 @@ class KVMemory:
         return SavedKV(num_tokens, complete, tuple(save_pages(pool, slot, num_tokens) for pool in self.pools))
 
     def load(self, slot: int, saved: SavedKV) -> None:
-        """Put saved K/V into fresh pages of a slot that was admitted without a prefix and holds nothing. Admission
+        """Put saved K/V into fresh pages of a slot that was admitted as a parked job and holds nothing. Admission
         promised these pages; `supply` counts consumed pages from 0 again."""
         for pool, pages in zip(self.pools, saved.pools, strict=True):
             load_pages(pool, pages, pool.pages.restore(slot, pages.index_PB, saved.num_complete))

@@ -32,7 +32,7 @@ def alias_planes(table_SPB: Tensor, at_N: Tensor, positions_N: Tensor, depths_N:
     num_planes = table_SPB.shape[1]
     planes_P = torch.arange(num_planes, device=table_SPB.device)
     rows = torch.where(leaving_N, at_N, 0)[:, None], planes_P, torch.where(leaving_N, positions_N, 0)[:, None]
-    depths_N1 = torch.where(leaving_N, depths_N, num_planes)[:, None]
+    depths_N1 = torch.where(leaving_N, depths_N, num_planes).clamp(1, num_planes)[:, None]
     pages_NP = table_SPB[rows]
     table_SPB[rows] = torch.where(planes_P < depths_N1, pages_NP, pages_NP.gather(1, depths_N1 - 1))
 

@@ -21,12 +21,14 @@ from looped.infer.allocator import Ints, SlotPages
 
 
 def block_hashes(prompt_ids: Sequence[int], block: int, salt: bytes) -> tuple[bytes, ...]:
-    """The hash of every full block of `block` tokens, each over all tokens up to its end.
+    """The hash of every full block of `block` tokens, each over all tokens up to its end; none where `block` is 0.
 
     `salt` names all else that K/V depend on: layout, prefill policy, chunk grid, loops, dtype, and for models that
     start from noise the request's seed.
     """
     hashes: list[bytes] = []
+    if block < 1:
+        return ()
     parent = blake2b(salt, digest_size=16).digest()
     ids = np.asarray(prompt_ids, dtype=np.int64)
     for stop in range(block, len(ids) + 1, block):

@@ -53,15 +53,11 @@ class RaggedPages(SlotPages):
     # Decode tokens.
 
     def spare_wanted(self, slots: Longs, consumed: Longs, spare: int) -> Longs:
-        """Pages each ring lacks to hold `spare` beyond `consumed`, or all the sequence can still use if that is fewer.
-
-        Raises RuntimeError where the ring could not hold them: `consumed` or `spare` is out of step with `token_done`.
-        """
-        most = self.num_planes * (self.limit[slots] - self.counted[slots]) - self.ahead[slots]
-        wanted: Longs = np.maximum(0, np.minimum(consumed + spare - self.given[slots], most))
-        held = np.where(wanted > 0, self.ahead[slots] + wanted, 0)
-        if held.max(initial=0) > self.ring_size:
-            raise RuntimeError(f"a ring of {self.ring_size} pages cannot hold the {held.max()} that a slot is to get")
+        """Pages each ring lacks to hold `spare` beyond `consumed`; fewer where the sequence can use no more, or where
+        the ring is full, which is enough while fewer than six passes are unreported."""
+        room = self.ring_size - self.ahead[slots]
+        use = self.num_planes * (self.limit[slots] - self.counted[slots]) - self.ahead[slots]
+        wanted: Longs = np.maximum(0, np.minimum(consumed + spare - self.given[slots], np.minimum(room, use)))
         return wanted
 
     def spare_lacking(self, slots: Longs, wanted: Longs) -> int:
@@ -163,8 +159,8 @@ class RaggedPages(SlotPages):
 
 
 def ring_size(num_planes: int) -> int:
-    """Pages a ring holds: a power of two with room for a token in the loop, one more that the host has not heard of,
-    and spare pages for three more."""
+    """Pages a ring holds: a power of two with room for what six passes can take, those included that the host has not
+    heard of."""
     return max(8, 1 << (6 * num_planes - 1).bit_length())
 
 

@@ -53,6 +53,7 @@ class Sequence:
     planes: dict[tuple[int, int], float] = field(default_factory=dict)
     """(plane, position) → number; plane -1 is the pool outside the core."""
     saved: SavedKV | None = None
+    parked: str | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -142,8 +143,8 @@ class Simulation:
                 memory.close_prompt(sequence.slot, leaving.astype(np.int32), step)
                 memory.flush()
             elif len(leaving):
-                at = torch.full((len(leaving),), sequence.slot)
-                memory.close(at, torch.from_numpy(leaving), torch.full_like(at, step), torch.ones_like(at).bool())
+                at = self._tensor([sequence.slot] * len(leaving))
+                memory.close(at, self._tensor(leaving), torch.full_like(at, step), torch.ones_like(at).bool())
         sequence.done = stop
         if stop == sequence.prompt_len:
             memory.publish(sequence.slot, sequence.prefix, stop)
@@ -162,10 +163,10 @@ class Simulation:
             return False
         memory.flush()
         self._write_outer([(sequence, sequence.done) for sequence, _ in rows if sequence.step == 0])
-        at = torch.tensor([sequence.slot for sequence, _ in rows] + [0] * PADDING)
-        positions = torch.tensor([sequence.done for sequence, _ in rows] + [0] * PADDING)
-        steps = torch.tensor([sequence.step + 1 for sequence, _ in rows] + [1] * PADDING)
-        leaving = torch.tensor([leaves for _, leaves in rows] + [False, True][:PADDING])
+        at = self._tensor([sequence.slot for sequence, _ in rows] + [0] * PADDING)
+        positions = self._tensor([sequence.done for sequence, _ in rows] + [0] * PADDING)
+        steps = self._tensor([sequence.step + 1 for sequence, _ in rows] + [1] * PADDING)
+        leaving = self._tensor([leaves for _, leaves in rows] + [False, True][:PADDING])
         memory.open(at, positions, steps)
         written = []
         for sequence, _ in rows:
@@ -216,7 +217,7 @@ class Simulation:
         sequence.planes = planes
 
     def unpark(self, sequence: Sequence) -> bool:
-        job = dataclasses.replace(sequence, prefix=())
+        job = dataclasses.replace(sequence, parked="core")
         tokens = sequence.done + (sequence.step > 0)
         job.reserve_len = min(max(sequence.reserve_len, tokens + 1), stored(sequence.max_len))
         if not self.free_slots or not self.memory.can_admit(job, idle=not self.active):
@@ -231,11 +232,14 @@ class Simulation:
 
     # K/V.
 
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.as_tensor(values, device=self.memory.device)
+
     def _write(self, pool: Pool, tokens: list[tuple[int, int, int, float]]) -> None:
         """(slot, plane, position, number) of each, as an attention backend writes them."""
         if not tokens:
             return
-        slots, planes, positions, values = torch.tensor(tokens, dtype=torch.float64).T
+        slots, planes, positions, values = torch.tensor(tokens, dtype=torch.float64, device=self.memory.device).T
         rows = pool.rows(slots.long(), planes.long(), positions.long())
         assert (rows >= pool.page_size).all(), "a token without a page"
         assert len(rows.unique()) == len(rows), "two tokens in one place"
@@ -260,9 +264,9 @@ class Simulation:
                 keys = [key for key in sequence.planes if (key[0] < 0) is outer and self._readable(sequence, *key)]
                 if pool is None or not keys:
                     continue
-                planes, positions = torch.tensor(keys).T
+                planes, positions = self._tensor(keys).T
                 rows = pool.rows(torch.full_like(planes, sequence.slot), planes.clamp(0), positions)
-                values = torch.tensor([sequence.planes[key] for key in keys], dtype=torch.float64)
+                values = self._tensor(np.array([sequence.planes[key] for key in keys]))
                 for layer in range(len(pool.data)):
                     assert (pool.data[layer, rows] == (values + layer / 8)[:, None, None, None]).all()
 

@@ -4,6 +4,7 @@ import random
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -47,7 +48,7 @@ class Run:
     With whole lengths promised, nothing that was admitted may ever find the pool short: `Simulation.decode` asserts it.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, device: str = "cpu") -> None:
         size = 1 if setup.layout == "ragged" else setup.page_size
         planes = {"shared": 1, "first-shared": 2, "modulo-2": 2}.get(setup.layout, 3)
         memory = make_memory(
@@ -58,6 +59,7 @@ class Run:
             headroom=setup.headroom,
             prefix_caching=setup.caching,
             chunk_size=16,
+            device=torch.device(device),
         )
         self.sim = Simulation(memory, setup.preempting, setup.ragged_prompts and setup.layout != "depth")
         self.dense = setup.layout == "depth"
@@ -133,8 +135,8 @@ ACTIONS = {
 }
 
 
-def run_long(setup: Setup, seed: int, actions: int) -> None:
-    draw, run = random.Random(seed), Run(setup)
+def run_long(setup: Setup, seed: int, actions: int, device: str = "cpu") -> None:
+    draw, run = random.Random(seed), Run(setup, device)
     for action in draw.choices(list(ACTIONS), list(ACTIONS.values()), k=actions):
         action(run, draw)
         run.sim.check()
@@ -152,6 +154,13 @@ def test_long_runs(setup, seed, actions):
 @given(setup=setups, seed=seeds, actions=st.integers(5, 200))
 def test_many_long_runs(setup, seed, actions):
     run_long(setup, seed, actions)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(setup=setups, seed=seeds, actions=st.integers(20, 60))
+def test_long_runs_on_a_gpu(setup, seed, actions):
+    run_long(setup, seed, actions, "cuda")
 
 
 class KVMachine(RuleBasedStateMachine):
