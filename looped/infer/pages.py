@@ -13,7 +13,6 @@ after its old one.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from torch import Tensor
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
-from looped.infer import planes
 from looped.infer.allocator import Ints, Longs, SlotPages
 from looped.infer.offload import SavedKV, load_pages, save_pages
+from looped.infer.planes import plane_ops
 from looped.infer.pool import OuterPool, Pool, Tables
 from looped.infer.prefix import Match, PrefixCache, block_hashes
 from looped.infer.ragged import RaggedPages
@@ -42,8 +41,6 @@ from looped.infer.sizing import (
 from looped.kv import KVLayout
 
 __all__ = ["KVMemory", "KVUsage", "OuterPool", "Pool", "SavedKV", "block_hashes", "check_page_size", "stored"]
-
-log = logging.getLogger("looped")
 
 # Blocks of the prefix cache have at least this many tokens.
 MIN_PREFIX_BLOCK = 16
@@ -149,7 +146,7 @@ class KVMemory:
         self.tables = Tables(self.pools, device)
         self.prefix_block = prefix_block(layout, self.page_size, chunk_size)
         self._cache = self._prefix_cache() if prefix_caching else None
-        self._copy = _plane_copy(device)
+        self._ops = plane_ops(device)
         if poison:
             for pool in self.pools:
                 pool.data[:, pool.page_size :] = torch.nan
@@ -311,7 +308,7 @@ class KVMemory:
         """Before a core step (from 1): under `ragged` the page of the plane that each token writes. int64 [N]."""
         ring, taken = self.tables.ring_SC, self.tables.taken_S
         if ring is not None and taken is not None:
-            planes.take_pages(self.core.table_SPB, ring, taken, at_N, positions_N, steps_N)
+            self._ops.take(self.core.table_SPB, ring, taken, at_N, positions_N, steps_N)
 
     def close(self, at_N: Tensor, positions_N: Tensor, depths_N: Tensor, leaving_N: Tensor) -> None:
         """After a core step: fill the planes that `leaving` rows, which ran `depths` steps, never wrote; by aliases or
@@ -320,9 +317,9 @@ class KVMemory:
         if num_planes == 1:
             return
         if self.layout.aliases:
-            planes.alias_planes(self.core.table_SPB, at_N, positions_N, depths_N, leaving_N)
+            self._ops.alias(self.core.table_SPB, at_N, positions_N, depths_N, leaving_N)
         else:
-            self._copy(self.core, at_N, positions_N, depths_N, leaving_N, num_planes)
+            self._ops.copy(self.core, at_N, positions_N, depths_N, leaving_N, num_planes)
 
     # Preemption by offload. These may wait for the device.
 
@@ -413,15 +410,3 @@ def _active(slots: Ints, values: Ints | Longs) -> tuple[Longs, Longs]:
 
 def _have(pages: SlotPages, lacking: int) -> bool:
     return lacking == 0 or lacking <= pages.pages.available
-
-
-def _plane_copy(device: torch.device) -> planes.PlaneCopy:
-    """The function that copies planes: a Triton kernel on GPUs that have Triton, else PyTorch."""
-    if device.type == "cuda":
-        try:
-            from looped.infer.backends.kernels.planes import copy_planes
-        except ImportError:
-            log.info("K/V planes are copied by PyTorch: Triton is not installed")
-        else:
-            return copy_planes
-    return planes.copy_planes

@@ -1,5 +1,6 @@
 """What the device does to page tables and planes by itself: fixed shapes, no wait, fit for a CUDA graph.
 
+These are the PyTorch versions; on a GPU with Triton `plane_ops` gives kernels that do the same (`backends/kernels`).
 Padding rows have slot 0 and may be many; a row that must change nothing is pointed at slot 0, or at page 0.
 """
 
@@ -7,15 +8,36 @@ Padding rows have slot 0 and may be many; a row that must change nothing is poin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from looped.infer.pool import Pool
 
-# (pool, slots, positions, depths, leaving, number of planes): see `copy_planes`.
-PlaneCopy = Callable[[Pool, Tensor, Tensor, Tensor, Tensor, int], None]
+log = logging.getLogger("looped")
+
+
+class PlaneOps(NamedTuple):
+    """`take_pages`, `alias_planes` and `copy_planes` as below, or as kernels."""
+
+    take: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    alias: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    copy: Callable[[Pool, Tensor, Tensor, Tensor, Tensor, int], None]
+
+
+def plane_ops(device: torch.device) -> PlaneOps:
+    """Kernels on a GPU that has Triton, else PyTorch."""
+    if device.type == "cuda":
+        try:
+            from looped.infer.backends.kernels import planes, rings
+        except ImportError:
+            log.info("K/V planes are kept by PyTorch, not by kernels: Triton is not installed")
+        else:
+            return PlaneOps(rings.take_pages, rings.alias_planes, planes.copy_planes)
+    return PlaneOps(take_pages, alias_planes, copy_planes)
 
 
 def take_pages(
