@@ -206,7 +206,7 @@ class LLM:
             prompt=sample.prompt if isinstance(sample.prompt, str) else None,
             index=sample.index,
             logprobs=[_known(output.logprob) for output in new] if wanted else None,
-            top_logprobs=[output.top_logprobs for output in new] if wanted else None,
+            top_logprobs=[output.top_logprobs[: params.logprobs] for output in new] if wanted else None,
         )
 
 

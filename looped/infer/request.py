@@ -111,7 +111,7 @@ class Output(NamedTuple):
     `depth` is the number of loop steps of the pass that produced the token; `finish_reason` is None while it goes on,
     else "stop", "length", "abort" or "error". `text` is what may be shown now: it lags behind the tokens while a
     character is incomplete or a stop string may be forming. Where logprobs were asked for, `logprob` is the token's
-    and `top_logprobs` has (id, log-probability) of the likeliest tokens, best first, as many as were asked for.
+    and `top_logprobs` has (id, log-probability) of the likeliest ones, best first, at least as many as asked for.
     """
 
     key: str
