@@ -158,11 +158,11 @@ class DeviceState:
 
     def save(self, slot: int) -> tuple[Tensor, ...]:
         """What a sequence needs to go on in another slot, on the host."""
-        return tuple(rows[slot].cpu() for rows in self._moving())
+        return tuple(rows[slot].clone().cpu() for rows in self._moving())
 
     def load(self, slot: int, saved: tuple[Tensor, ...]) -> None:
         for rows, value in zip(self._moving(), saved, strict=True):
             rows[slot] = value
 
     def save_carry(self, slot: int) -> tuple[Tensor, ...]:
-        return tuple(rows[slot].cpu() for rows in self.carry)
+        return tuple(rows[slot].clone().cpu() for rows in self.carry)
