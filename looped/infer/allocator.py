@@ -204,11 +204,13 @@ class SlotPages:
         slots, blocks = slots[growing], blocks[growing]
         if not len(slots):
             return
-        at, offset = _spread(slots, blocks)
+        at, offset = spread(slots, blocks)
         pages = self.pages.take(len(at) * self.num_planes)
         # A prompt's pages are consecutive within a plane, which reads best.
         pages_NP = pages.reshape(self.num_planes, -1).T if len(slots) == 1 else pages.reshape(-1, self.num_planes)
-        self._own(slots, blocks * self.num_planes, pages_NP.reshape(-1))
+        place = (self._num_owned[at] + offset * self.num_planes)[:, None] + np.arange(self.num_planes)
+        self._owned[at[:, None], place] = pages_NP
+        self._num_owned[slots] += blocks * self.num_planes
         block = self.used[at] + offset
         self.table[at, :, block] = pages_NP
         self._queue(at[:, None], np.arange(self.num_planes), block[:, None], pages_NP)
@@ -220,11 +222,11 @@ class SlotPages:
         Returns their new numbers, in that order. They were promised."""
         if self.used[slot]:
             raise RuntimeError(f"slot {slot} holds pages already")
-        at, pages = np.array([slot]), self.pages.take(int(index_PB.max(initial=0)))
-        self._own(at, np.array([len(pages)]), pages)
+        pages = self.pages.take(int(index_PB.max(initial=0)))
+        self._own(slot, pages)
         self._place(slot, 0, np.concatenate((np.zeros(1, dtype=np.int32), pages))[index_PB])
         self.used[slot] = index_PB.shape[1]
-        self._settle(at)
+        self._settle(np.array([slot]))
         return pages
 
     def check(self, cached: Ints) -> None:
@@ -266,11 +268,11 @@ class SlotPages:
         slots, index, values = np.broadcast_arrays(slots, index, values)
         self.writes.put(slots.reshape(-1), index.reshape(-1), values.reshape(-1))
 
-    def _own(self, slots: Longs, counts: Longs, pages: Ints) -> None:
-        """List `pages` as the slots' own: `counts` for each slot, one slot after the other."""
-        at, offset = _spread(slots, counts)
-        self._owned[at, self._num_owned[at] + offset] = pages
-        self._num_owned[slots] += counts
+    def _own(self, slot: int, pages: Ints) -> None:
+        """List `pages` as the slot's own."""
+        count = int(self._num_owned[slot])
+        self._owned[slot, count : count + len(pages)] = pages
+        self._num_owned[slot] = count + len(pages)
 
     def _due(self, slots: Longs) -> Longs:
         """Pages that were promised and not taken; negative where more was taken."""
@@ -283,7 +285,7 @@ class SlotPages:
         self.owed[slots] = owed
 
 
-def _spread(slots: Longs, counts: Longs) -> tuple[Longs, Longs]:
+def spread(slots: Longs, counts: Longs) -> tuple[Longs, Longs]:
     """Each slot repeated `counts` times, and the number of the repetition from 0."""
     at = np.repeat(slots, counts)
     return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)

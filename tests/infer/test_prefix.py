@@ -220,3 +220,24 @@ def test_evicted_pages_are_poisoned_and_cached_ones_are_not():
     sim.memory.drop_cache()
     assert pool.data[:, pool.rows_of(rows)].isnan().all()
     sim.assert_empty()
+
+
+def test_a_chain_loses_its_end_first():
+    sim = make_sim(page_size=16, num_pages=3 * 4)
+    sim.release(run(sim, (1,) * 33, 1))
+    sim.release(run(sim, (2,) * 47, 1))  # one page a plane more than is free
+    assert len(sim.memory._cache.match(block_hashes((1,) * 33, 16, b""), 33).blocks) == 1
+
+
+def test_the_rest_of_a_chain_is_cached_though_others_cached_its_start():
+    sim = make_sim()
+    one, two = sim.sequence((7,) * 20, 1), sim.sequence((7,) * 60, 1)
+    assert sim.admit(one) and sim.admit(two)
+    sim.prefill(one, 64)
+    sim.prefill(two, 64)
+    three = sim.sequence((7,) * 60, 1)
+    assert sim.admit(three) and three.done == 48
+    for sequence in (one, two, three):
+        sim.check()
+        sim.release(sequence)
+    sim.assert_empty()
