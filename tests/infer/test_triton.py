@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # must stand before anything imports triton
 pytest.importorskip("triton")
 
 from looped.errors import LoopedError
+from looped.infer import Output, Request, SamplingParams
 from looped.infer.backends.kernels.decode_groups import decode_groups
 from looped.infer.backends.kernels.decode_heads import decode_heads
 from looped.infer.backends.kernels.planes import copy_planes
@@ -23,6 +24,7 @@ from looped.infer.backends.kernels.splits import make_scratch
 from looped.infer.backends.sdpa import SdpaBackend
 from looped.infer.backends.triton import TritonBackend
 from tests.infer import paged
+from tests.infer.harness import completion, make_engine, prompts, reference
 from tests.infer.paged import Part, Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,6 +130,24 @@ def test_copy_planes(page_size: int) -> None:
         wanted = paged.copied_planes(pool, slots, positions, depths, leaving)
         copy_planes(pool, slots, positions, depths, leaving, 4)  # type: ignore[arg-type]
         assert torch.equal(pool.data, wanted)
+
+
+@pytest.mark.parametrize("layout", ["last-exited", "ragged"])
+def test_an_engine_gives_the_reference_tokens(layout: str) -> None:
+    """The whole engine in float64 on these kernels, pages poisoned: the reference decoder's tokens and depths."""
+    if DEVICE == "cuda":
+        pytest.skip("the micro model of the harness is on the CPU")
+    engine = make_engine("ouro", layout=layout, gate="ouro", backend="triton")
+    work = prompts()[:2]
+    for number, prompt in enumerate(work):
+        engine.add(Request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
+    outputs: dict[str, list[Output]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.key, []).append(output)
+    for number, prompt in enumerate(work):
+        done = completion(outputs[str(number)], prompt)
+        assert (done.token_ids, done.depths) == reference("ouro", layout, "ouro", prompt, 3)
 
 
 def test_checks() -> None:

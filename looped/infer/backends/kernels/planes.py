@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from looped.infer.backends.kernels.lookup import padded, pool_row
-from looped.infer.pages import Pool
+from looped.infer.pool import Pool
 
 BLOCK = 2048
 

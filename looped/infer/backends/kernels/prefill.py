@@ -19,6 +19,7 @@ from torch import Tensor
 
 from looped.infer.backends.base import Piece
 from looped.infer.backends.kernels.lookup import accumulator, padded, pool_rows, rows_apart
+from looped.infer.transfer import upload
 
 
 @triton.jit
@@ -106,10 +107,7 @@ class Tiles:
         table = np.concatenate(parts)
         # Tiles that read the most keys start first, so that none of them is the last to run.
         table = table[np.argsort(-table[:, 2], kind="stable")]
-        host = torch.from_numpy(np.ascontiguousarray(table[:, :2], dtype=np.int32))
-        if device.type == "cuda":
-            host = host.pin_memory()
-        self.rows_T2 = host.to(device, non_blocking=True)
+        self.rows_T2 = upload(np.ascontiguousarray(table[:, :2]), torch.int32, device)
 
 
 class TileLaunch(NamedTuple):
@@ -125,7 +123,7 @@ def tile_launch(longest: int, group: int, head_dim: int, dtype: torch.dtype) -> 
     """Sizes for pieces of at most `longest` queries a KV head. Only a few different ones: each is compiled once."""
     width = padded(head_dim, least=16)
     if dtype.itemsize > 2:  # true float32 products are done outside the matrix units: small tiles
-        queries, block, warps, stages = 32, 32 if width * dtype.itemsize <= 512 else 16, 4, 2
+        queries, block, warps, stages = 32, 32 if width * dtype.itemsize < 512 else 16, 8, 2
     elif longest <= 32:
         queries, block, warps, stages = 32, 64, 4, 2
     elif width <= 128:
