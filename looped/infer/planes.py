@@ -50,10 +50,10 @@ def take_pages(
 
 
 def alias_planes(table_SPB: Tensor, at_N: Tensor, positions_N: Tensor, depths_N: Tensor, leaving_N: Tensor) -> None:
-    """Tokens that leave after `depths` steps: every later plane is the last one they wrote."""
+    """Tokens that leave after `depths` steps: every later plane is the last one they wrote. Others keep theirs."""
     num_planes = table_SPB.shape[1]
     planes_P = torch.arange(num_planes, device=table_SPB.device)
-    rows = torch.where(leaving_N, at_N, 0)[:, None], planes_P, torch.where(leaving_N, positions_N, 0)[:, None]
+    rows = at_N[:, None], planes_P, positions_N[:, None]
     depths_N1 = torch.where(leaving_N, depths_N, num_planes).clamp(1, num_planes)[:, None]
     pages_NP = table_SPB[rows]
     table_SPB[rows] = torch.where(planes_P < depths_N1, pages_NP, pages_NP.gather(1, depths_N1 - 1))
