@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from looped.infer.request import Request, SamplingParams
+from looped.sampling_options import child_seed
 from looped.server.engine_thread import EngineInfo
 from looped.server.errors import ApiError
 from looped.server.fields import Prompt
 from looped.server.protocol import GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
-_WRAP = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,18 @@ def prepare(
     """Engine requests for prompts of token ids. `default_tokens` None allows all that the context leaves."""
     check_depths(body, info)
     _check_ids("stop_token_ids", body.stop_token_ids or (), info)
+    _check_ids("logit_bias", tuple(body.logit_bias or ()), info)
     if body.stop and info.tokenizer is None:
         message = f"stop strings need a tokenizer, and {info.model} has none; use stop_token_ids"
         raise ApiError(400, message, param="stop")
+    most = body.max_new_tokens or default_tokens
+    if most is not None and (body.min_tokens or 0) > most:
+        raise ApiError(400, f"min_tokens {body.min_tokens} is above max_tokens {most}", param="min_tokens")
     requests: list[Request] = []
     for ids in prompts:
         check_prompt(ids, info)
         room = info.max_len - len(ids)
-        limit = body.max_new_tokens or default_tokens or room
+        limit = most or room
         for sample in range(body.num_samples):
             params = _params(body, min(limit, room), sample)
             requests.append(Request(f"{key}-{len(requests)}", ids, params, ordinal=len(requests)))
@@ -108,6 +112,8 @@ def _check_ids(name: str, ids: Sequence[int], info: EngineInfo) -> None:
 
 
 def _params(body: GenerationRequest, max_tokens: int, sample: int) -> SamplingParams:
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
     return SamplingParams(
         temperature=body.sampling_temperature,
         max_tokens=max_tokens,
@@ -118,6 +124,11 @@ def _params(body: GenerationRequest, max_tokens: int, sample: int) -> SamplingPa
         max_depth=body.max_depth,
         stop=body.stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=body.logit_bias,
+        logprobs=body.num_logprobs,
+        # The context may leave less room than was asked for.
+        min_tokens=min(body.min_tokens or 0, max_tokens),
+        **given,
     )
 
 
@@ -128,13 +139,4 @@ def choose_seed(seed: int | None, temperature: float, sample: int) -> int | None
     """
     if seed is None:
         return None if temperature == 0 else secrets.randbits(63)
-    return seed if sample == 0 else _derive(seed, sample)
-
-
-def _derive(seed: int, sample: int) -> int:
-    """splitmix64 of (seed, sample) as int64: neighbouring seeds of other requests do not meet it."""
-    x = (seed + sample * 0x9E3779B97F4A7C15) % _WRAP
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % _WRAP
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % _WRAP
-    x ^= x >> 31
-    return x - _WRAP if x >= _WRAP >> 1 else x
+    return child_seed(seed, sample)

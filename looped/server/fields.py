@@ -9,6 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from looped.sampling_options import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+MAX_BIAS = 100
 MAX_PROMPTS = 1024
 MAX_STOPS = 1024
 INT64 = 1 << 63
@@ -90,6 +93,28 @@ def _stops(value: Any) -> tuple[str, ...]:
     return stops
 
 
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    """JSON writes token ids as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens, got {len(value)}")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 19):
+            raise ValueError(f"keys must be token ids, got {key[:40]!r}")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -MAX_BIAS <= number <= MAX_BIAS:
+            raise ValueError(f"biases must be numbers between -{MAX_BIAS} and {MAX_BIAS}")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _count_or_false(value: Any) -> Any:
+    return None if value is False else _whole(value)
+
+
 def _content(value: Any) -> str:
     """A message's text: a string, or a list of text parts, which become paragraphs of one text."""
     if value is None or isinstance(value, str):
@@ -105,6 +130,17 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
+_BIAS_SCHEMA = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+    ]
+}
 _STRING = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _MANY = {"minItems": 1, "maxItems": MAX_PROMPTS}
@@ -126,4 +162,8 @@ _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "arr
 
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+LogitBias = Annotated[dict[int, float] | None, PlainValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)]
+TopCount = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+# Completions count what chats switch on and off; `false` asks for nothing.
+Logprobs = Annotated[TopCount | None, BeforeValidator(_count_or_false)]
 Content = Annotated[str, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]

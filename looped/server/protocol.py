@@ -8,13 +8,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from looped.infer.request import MAX_SAMPLES
+from looped.sampling_options import MAX_STOP_TOKEN_IDS
 from looped.server.errors import ApiError
-from looped.server.fields import Content, Flag, Number, Prompts, Seed, Stops, Text, Whole
-
-MAX_SAMPLES = 128
+from looped.server.fields import (
+    Content,
+    Flag,
+    LogitBias,
+    Logprobs,
+    Number,
+    Prompts,
+    Seed,
+    Stops,
+    Text,
+    TopCount,
+    Whole,
+)
 
 Count = Annotated[Whole, Field(ge=1)]
 TokenId = Annotated[Whole, Field(ge=0)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
 
 # Fields of the OpenAI API and of other engines that come with a later version, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -24,18 +37,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -43,9 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (0, -1),
     "top_logprobs": (0,),
-    "top_p": (1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -79,9 +83,17 @@ class GenerationRequest(BaseModel):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias = None
+    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
     seed: Seed | None = None
     stop: Stops = ()
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: Flag | None = False
     n: Annotated[Whole, Field(ge=1, le=MAX_SAMPLES)] | None = 1
     stream: Flag | None = False
@@ -96,11 +108,6 @@ class GenerationRequest(BaseModel):
     def _consistent(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is allowed with stream=true only", param="stream_options")
-        if self.num_samples > 1 and self.sampling_temperature == 0:
-            message = (
-                f"n={self.n} with temperature 0 would give {self.n} equal choices; raise temperature or leave n at 1"
-            )
-            raise ApiError(400, message, param="n")
         if self.min_depth is not None and self.max_depth is not None and self.min_depth > self.max_depth:
             message = f"min_depth {self.min_depth} is above max_depth {self.max_depth}"
             raise ApiError(400, message, param="min_depth")
@@ -120,6 +127,11 @@ class GenerationRequest(BaseModel):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are to be told of each place; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -132,7 +144,12 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
+    logprobs: Logprobs = None
     add_special_tokens: Flag | None = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class Message(BaseModel):
@@ -148,9 +165,21 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: Flag | None = False
+    top_logprobs: TopCount | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(BaseModel):
@@ -177,7 +206,7 @@ def refuse_unsupported(body: GenerationRequest) -> None:
     """Raise a 400 that names the field if the request asks for what this version does not serve."""
     extra: Mapping[str, Any] = body.model_extra or {}
     for name, value in extra.items():
-        if value is None:
+        if value is None or (name == "best_of" and _equal(value, body.num_samples)):
             continue
         if name in SERVER_WIDE:
             message = f"{name} is an option of the server, not of a request: {SERVER_WIDE[name]}"
@@ -192,5 +221,5 @@ def refuse_unsupported(body: GenerationRequest) -> None:
 
 
 def _equal(value: Any, neutral: Any) -> bool:
-    """Equality that keeps false and 0 apart: logprobs=0 asks for something, logprobs=false does not."""
+    """Equality that keeps false and 0 apart."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

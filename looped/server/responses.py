@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from looped.infer.request import Output
+from looped.server.logprobs import Logprobs, TokenLogprobs, Vocabulary, chat_json, completion_json
 
 
 @dataclass
@@ -25,11 +26,15 @@ class Choice:
     finish_reason: str | None = None
     unsent_text: str = ""
     num_sent: int = 0
+    logprobs: Logprobs | None = None
+    """Where they were asked for."""
 
     def take(self, output: Output) -> None:
         if output.token is not None:
             self.token_ids.append(output.token)
             self.depths.append(output.depth)
+            if self.logprobs is not None:
+                self.logprobs.take(output)
         self.text += output.text
         self.unsent_text += output.text
         self.finish_reason = output.finish_reason
@@ -66,14 +71,28 @@ class Usage:
 
 @dataclass(frozen=True)
 class Shape(ABC):
-    """How one endpoint writes its answers. `token_ids`: each choice lists its token ids as well."""
+    """How one endpoint writes its answers. `token_ids`: each choice lists its token ids as well.
+
+    `logprobs` is the number of likeliest tokens that are told of each place, None where nothing was asked.
+    """
 
     id: str
     created: int
     model: str
     token_ids: bool = False
+    logprobs: int | None = None
+    vocabulary: Vocabulary = Vocabulary(None)  # noqa: RUF009
 
     whole_object = chunk_object = ""
+
+    def choice(self, index: int) -> Choice:
+        """A choice that has nothing yet."""
+        logprobs = None if self.logprobs is None else Logprobs(self.logprobs, self.vocabulary)
+        return Choice(index, logprobs=logprobs)
+
+    @abstractmethod
+    def logprobs_json(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The endpoint's way of writing log-probabilities."""
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -106,15 +125,23 @@ class Shape(ABC):
     def _common(self, choice: Choice, start: int) -> dict[str, Any]:
         common: dict[str, Any] = {
             "index": choice.index,
-            "logprobs": None,
+            "logprobs": self._logprobs(choice, start),
             "finish_reason": choice.finish_reason,
             "exit_depths": choice.depths[start:],
         }
         return common | ({"token_ids": choice.token_ids[start:]} if self.token_ids else {})
 
+    def _logprobs(self, choice: Choice, start: int) -> dict[str, Any] | None:
+        if choice.logprobs is None or not choice.token_ids:
+            return None
+        return self.logprobs_json(choice.logprobs.tokens[start:])
+
 
 class CompletionShape(Shape):
     whole_object = chunk_object = "text_completion"
+
+    def logprobs_json(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return completion_json(tokens)
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.text}
@@ -125,6 +152,9 @@ class CompletionShape(Shape):
 
 class ChatShape(Shape):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def logprobs_json(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return chat_json(tokens)
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 from looped.server.admission import DEFAULT_COMPLETION_TOKENS, check_model, prepare, tokenize
 from looped.server.engine_thread import EngineInfo, EngineThread
+from looped.server.logprobs import Vocabulary
 from looped.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, refuse_unsupported
 from looped.server.responses import ChatShape, CompletionShape, Shape
 from looped.server.sse import Answer
@@ -36,7 +38,7 @@ class Service:
         name = self._check(body)
         special = body.add_special_tokens is not False
         prompts = [await tokenize(prompt, self.info, special) for prompt in body.prompt]
-        shape = CompletionShape(_new_id("cmpl"), int(time.time()), name, bool(body.return_token_ids))
+        shape = CompletionShape(_new_id("cmpl"), int(time.time()), name, **self._extras(body))
         return await self._admit(shape, body, prompts, DEFAULT_COMPLETION_TOKENS)
 
     async def chat(self, body: ChatRequest) -> Answer:
@@ -48,7 +50,7 @@ class Service:
         text = self.info.template.render(messages, add_prompt, going_on, body.chat_template_kwargs)
         # The template has written the special tokens already.
         prompts = [await tokenize(text, self.info, add_special_tokens=False)]
-        shape = ChatShape(_new_id("chatcmpl"), int(time.time()), name, bool(body.return_token_ids))
+        shape = ChatShape(_new_id("chatcmpl"), int(time.time()), name, **self._extras(body))
         return await self._admit(shape, body, prompts, None)
 
     def _check(self, body: GenerationRequest) -> str:
@@ -56,6 +58,14 @@ class Service:
         name = check_model(body.model, self.served)
         refuse_unsupported(body)
         return name
+
+    def _extras(self, body: GenerationRequest) -> dict[str, Any]:
+        """What a shape writes beyond the plain answer."""
+        return {
+            "token_ids": bool(body.return_token_ids),
+            "logprobs": body.num_logprobs,
+            "vocabulary": Vocabulary(self.info.tokenizer),
+        }
 
     async def _admit(
         self, shape: Shape, body: GenerationRequest, prompts: list[tuple[int, ...]], default_tokens: int | None

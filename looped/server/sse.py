@@ -35,7 +35,7 @@ class Answer:
         self.ticket.close()
 
     def choices(self) -> dict[str, Choice]:
-        return {request.key: Choice(index) for index, request in enumerate(self.work.requests)}
+        return {request.key: self.shape.choice(index) for index, request in enumerate(self.work.requests)}
 
 
 def event(body: dict[str, Any]) -> bytes:

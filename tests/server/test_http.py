@@ -75,14 +75,14 @@ def test_bodies_that_are_no_request(fake: Running, content: bytes) -> None:
 
 
 def test_nan_is_refused(fake: Running) -> None:
-    for field in ("temperature", "exit_threshold"):
+    for field in ("temperature", "exit_threshold", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
         content = json.dumps(ASK | {field: float("nan")})
         headers = {"content-type": "application/json"}
         error_of(httpx.post(f"{fake.url}/v1/completions", content=content, headers=headers), 400)
 
 
 def test_many_errors_are_a_short_answer(fake: Running) -> None:
-    bad = {"stop_token_ids": ["x" * 50] * 200, "model": 1, "n": "a" * 5000}
+    bad = {"stop_token_ids": ["x" * 50] * 60, "model": 1, "n": "a" * 5000}
     error = error_of(httpx.post(f"{fake.url}/v1/completions", json=ASK | bad), 400)
     assert "more" in error["message"]
     assert len(error["message"]) < 2000

@@ -209,17 +209,31 @@ def test_characters_come_whole(client: OpenAI, live: Running) -> None:
         ({"prompt": [1, 9999]}, openai.BadRequestError, "prompt"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"n": 2, "temperature": 0}, openai.BadRequestError, "n"),
-        ({"top_p": 0.5}, openai.BadRequestError, "top_p"),
-        ({"logprobs": 1}, openai.BadRequestError, "logprobs"),
+        ({"n": 0}, openai.BadRequestError, "n"),
+        ({"n": 129}, openai.BadRequestError, "n"),
+        ({"n": 2, "best_of": 3}, openai.BadRequestError, "best_of"),
+        ({"top_p": 0}, openai.BadRequestError, "top_p"),
+        ({"top_p": 1.1}, openai.BadRequestError, "top_p"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs"),
+        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        ({"presence_penalty": 2.5}, openai.BadRequestError, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, openai.BadRequestError, "frequency_penalty"),
         ({"echo": True}, openai.BadRequestError, "echo"),
-        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"suffix": "x"}, openai.BadRequestError, "suffix"),
+        ({"logit_bias": {"999": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, openai.BadRequestError, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, openai.BadRequestError, "logit_bias"),
         ({"stop": ["a", ""]}, openai.BadRequestError, "stop"),
         ({"extra_body": {"exit_threshold": 1.5}}, openai.BadRequestError, "exit_threshold"),
         ({"extra_body": {"max_depth": 5}}, openai.BadRequestError, "max_depth"),
         ({"extra_body": {"min_depth": 3, "max_depth": 2}}, openai.BadRequestError, "min_depth"),
         ({"extra_body": {"kv": "shared"}}, openai.BadRequestError, "kv"),
-        ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k"),
+        ({"extra_body": {"top_k": -2}}, openai.BadRequestError, "top_k"),
+        ({"extra_body": {"min_p": 1.5}}, openai.BadRequestError, "min_p"),
+        ({"extra_body": {"repetition_penalty": 0}}, openai.BadRequestError, "repetition_penalty"),
+        ({"extra_body": {"min_tokens": 17}}, openai.BadRequestError, "min_tokens"),
+        ({"extra_body": {"stop_token_ids": list(range(65))}}, openai.BadRequestError, "stop_token_ids"),
         ({"extra_body": {"stop_token_ids": [999]}}, openai.BadRequestError, "stop_token_ids"),
     ],
 )
@@ -237,6 +251,7 @@ def test_refusals(
 
 def test_neutral_values_are_accepted(client: OpenAI) -> None:
     extra = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "best_of": 1, "some_new_field": 7}
+    extra |= dict.fromkeys(("logprobs", "prompt_logprobs", "allowed_token_ids"))
     got = client.completions.create(
         model=MODEL,
         prompt="abc",
@@ -256,6 +271,120 @@ def test_neutral_values_are_accepted(client: OpenAI) -> None:
     assert chat.choices[0].message.role == "assistant"
 
 
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.3,
+    "top_p": 0.4,
+    "top_k": 9,
+    "min_p": 0.2,
+    "repetition_penalty": 1.9,
+    "presence_penalty": 2.0,
+    "frequency_penalty": 1.5,
+    "min_tokens": 5,
+    "seed": 21,
+}
+EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens")
+
+
+def test_sampling_parameters_equal_offline(client: OpenAI, offline: LLM) -> None:
+    """Each parameter alone and all together reach the draw."""
+    bias = {65: 5.0, 70: -100.0}
+    cases: list[dict[str, Any]] = [{"temperature": 1.3, "seed": 21, name: SAMPLED[name]} for name in SAMPLED]
+    texts = set()
+    for case in [*cases, {"temperature": 1.3, "seed": 21, "logit_bias": bias}, SAMPLED | {"logit_bias": bias}]:
+        (expected,) = offline.generate("Q: 2 + 3", SamplingParams(max_tokens=20, **case))
+        body = {name: value for name, value in case.items() if name in EXTRA}
+        plain = {name: value for name, value in case.items() if name not in (*EXTRA, "logit_bias")}
+        if "logit_bias" in case:
+            plain["logit_bias"] = {str(token): value for token, value in bias.items()}
+        ask: dict[str, Any] = {"model": MODEL, "prompt": "Q: 2 + 3", "max_tokens": 20, **plain, "extra_body": body}
+        assert client.completions.create(**ask).choices[0].text == expected.text
+        texts.add(expected.text)
+    assert len(texts) > 5
+
+
+def test_completion_logprobs(client: OpenAI, offline: LLM, live: Running) -> None:
+    (expected,) = offline.generate("Q: 2 + 3", SamplingParams(0.9, 12, seed=8, logprobs=3))
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "Q: 2 + 3", "temperature": 0.9, "max_tokens": 12, "seed": 8}
+    got = client.completions.create(**ask, logprobs=3).choices[0].logprobs
+    tokenizer = live.thread.info.tokenizer
+    assert got is not None and tokenizer is not None and expected.logprobs is not None
+    assert expected.top_logprobs is not None
+    assert got.token_logprobs == pytest.approx(expected.logprobs)
+    assert got.tokens is not None and got.top_logprobs is not None and got.text_offset is not None
+    assert len(got.tokens) == len(got.top_logprobs) == len(got.text_offset) == len(expected.token_ids)
+    for i, token in enumerate(expected.token_ids):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        assert got.tokens[i] == (f"token_id:{token}" if text == "\ufffd" else text)
+        assert got.text_offset[i] == i  # every token of this vocabulary has one character, or shows as one
+        assert got.top_logprobs[i][got.tokens[i]] == got.token_logprobs[i]
+        assert max(got.top_logprobs[i].values()) == pytest.approx(expected.top_logprobs[i][0][1])
+        assert 1 <= len(got.top_logprobs[i]) <= 4
+    none = client.completions.create(**ask, logprobs=0).choices[0].logprobs
+    assert none is not None and none.top_logprobs is not None and none.token_logprobs == got.token_logprobs
+    assert [list(top.values()) for top in none.top_logprobs] == [[value] for value in none.token_logprobs or []]
+    greedy = client.completions.create(**(ask | {"temperature": 0}), logprobs=1).choices[0].logprobs
+    assert greedy is not None and greedy.top_logprobs is not None and greedy.token_logprobs is not None
+    assert [max(top.values()) for top in greedy.top_logprobs] == greedy.token_logprobs
+
+
+def test_streamed_logprobs_add_up(client: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "prompt": ["Tom", "Ann"], "max_tokens": 30, "seed": 5, "n": 2}
+    whole = client.completions.create(**ask, logprobs=2)
+    chunks = list(client.completions.create(**ask, logprobs=2, stream=True))
+    for choice in whole.choices:
+        pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert choice.logprobs is not None
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [value for piece in pieces if piece.logprobs for value in getattr(piece.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name), name
+
+
+def test_chat_logprobs(client: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": ASK, "max_tokens": 14, "seed": 9, "logprobs": True, "n": 2}
+    whole = client.chat.completions.create(**ask, top_logprobs=4)
+    chunks = list(client.chat.completions.create(**ask, top_logprobs=4, stream=True))
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == len(choice.exit_depths)  # type: ignore[attr-defined]
+        for entry in choice.logprobs.content:
+            assert len(entry.top_logprobs) == 4
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True) and entry.logprob <= values[0] < 0
+            assert entry.bytes == (None if entry.token.startswith("token_id:") else list(entry.token.encode()))
+        streamed = [
+            entry
+            for chunk in chunks
+            if chunk.choices[0].index == choice.index and chunk.choices[0].logprobs
+            for entry in chunk.choices[0].logprobs.content or []
+        ]
+        assert streamed == choice.logprobs.content
+    alone = client.chat.completions.create(**(ask | {"n": 1}))
+    assert alone.choices[0].logprobs is not None and alone.choices[0].logprobs.content is not None
+    assert [entry.top_logprobs for entry in alone.choices[0].logprobs.content] == [[]] * len(
+        alone.choices[0].logprobs.content
+    )
+
+
+def test_greedy_samples_are_equal(client: OpenAI) -> None:
+    got = client.completions.create(model=MODEL, prompt="ab", max_tokens=6, temperature=0, n=2, best_of=2)
+    assert [choice.index for choice in got.choices] == [0, 1]
+    assert got.choices[0].text == got.choices[1].text
+
+
+def test_min_tokens(client: OpenAI) -> None:
+    """End tokens and stop strings wait; the first stop string after them ends the text."""
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "xyz", "max_tokens": 30, "seed": 2}
+    text = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
+    body = {"ignore_eos": True, "return_token_ids": True, "min_tokens": 20}
+    got = client.completions.create(**ask, stop=text[1], extra_body=body).choices[0]
+    assert len(got.token_ids) >= 20  # type: ignore[attr-defined]
+    assert got.text.startswith(text[:2])
+    bias = {"logit_bias": {"0": 100}, "extra_body": {"min_tokens": 7, "return_token_ids": True}}
+    ids = client.completions.create(**ask, **bias).choices[0].token_ids  # type: ignore[arg-type, attr-defined]
+    assert 0 not in ids[:7] and ids[7:] == [0]
+
+
 def test_chat_refusals(client: OpenAI) -> None:
     image: list[Any] = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     for changes, param in (
@@ -264,7 +393,9 @@ def test_chat_refusals(client: OpenAI) -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**({"model": MODEL, "messages": ASK} | changes))
