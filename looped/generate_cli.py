@@ -33,6 +33,14 @@ class Options:
     mode: str = option("refill", "scheduler: refill, no-refill or cb (every token at full depth)")
     max_tokens: int = option(128, "most tokens to generate")
     temperature: float = option(0.0, "0 is greedy")
+    top_p: float = option(1.0, "draw from the likeliest tokens that have this share of the probability together")
+    top_k: int = option(0, "draw from this many of the likeliest tokens; 0 is all")
+    min_p: float = option(0.0, "draw from tokens with at least this share of the likeliest one's probability")
+    repetition_penalty: float = option(1.0, "above 1: against tokens that occurred, in the prompt too")
+    presence_penalty: float = option(0.0, "subtracted from the logits of tokens that were generated, -2 to 2")
+    frequency_penalty: float = option(0.0, "the same, as often as they were generated")
+    min_tokens: int = option(0, "fewest tokens before an end-of-text token or --stop may end the text")
+    stop: str | None = option(None, "a text that ends the continuation and is cut from it")
     seed: int = option(0, "seed of sampling, and of models that start from noise")
     ignore_eos: bool = option(False, "go on after an end-of-text token")
     max_loops: int | None = option(None, "R, where it differs from the checkpoint's")
@@ -99,6 +107,14 @@ def sampling(options: Options) -> SamplingParams:
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
         seed=options.seed,
+        stop=() if options.stop is None else options.stop,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        min_tokens=options.min_tokens,
     )
 
 

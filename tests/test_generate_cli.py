@@ -57,6 +57,32 @@ def test_equals_the_offline_api(generate: Callable[..., Ran], micro: Path) -> No
     assert result["mean_depth"] == pytest.approx(sum(expected.depths[1:]) / len(expected.depths[1:]))
 
 
+def test_sampling_flags(generate: Callable[..., Ran], micro: Path) -> None:
+    model = load(micro, device="cpu", dtype="float64")
+    llm = LLM(model, gate=native_gate(model))
+    sampled: dict[str, float] = {
+        "top_p": 0.5,
+        "top_k": 9,
+        "min_p": 0.2,
+        "repetition_penalty": 1.9,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 1.5,
+        "min_tokens": 4,
+    }
+    for names in (*([name] for name in sampled), list(sampled)):
+        chosen = {name: sampled[name] for name in names}
+        params = SamplingParams(temperature=1.2, max_tokens=20, seed=3, **chosen)  # type: ignore[arg-type]
+        (expected,) = llm.generate(PROMPT, params)
+        flags = [part for name in names for part in (f"--{name.replace('_', '-')}", sampled[name])]
+        done = generate("--dtype", "float64", "--temperature", 1.2, "--seed", 3, "--json", *flags)
+        assert json.loads(done.out.removesuffix("\n").split("\n")[-1])["token_ids"] == expected.token_ids
+    (plain,) = llm.generate(PROMPT, SamplingParams(temperature=1.2, max_tokens=20, seed=3))
+    stop = plain.text[5:7]
+    done = generate("--dtype", "float64", "--temperature", 1.2, "--seed", 3, "--json", "--stop", stop)
+    result = json.loads(done.out.removesuffix("\n").split("\n")[-1])
+    assert (result["text"], result["finish_reason"]) == (plain.text[: plain.text.index(stop)], "stop")
+
+
 def test_options_reach_the_engine(generate: Callable[..., Ran]) -> None:
     def depths(*flags: object) -> list[int]:
         return list(json.loads(generate("--json", "--ignore-eos", *flags).out.split("\n")[-2])["depths"])
@@ -114,6 +140,9 @@ def test_prompt_from_standard_input(generate: Callable[..., Ran], monkeypatch: p
         (("--threshold", 1.5), "outside the range"),
         (("--depth", 0), "depth"),
         (("--temperature", -1), "temperature"),
+        (("--top-p", 0), "top_p"),
+        (("--min-tokens", 30), "min_tokens 30 is above max_tokens 20"),
+        (("--stop", ""), "stop strings must not be empty"),
         (("--max-tokens", 0), "max_tokens"),
         (("--gate", "none", "--threshold", 0.5), "need a gate"),
         (("--device", "gpu"), "unknown device 'gpu'"),
