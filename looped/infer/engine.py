@@ -1,6 +1,7 @@
 """The engine: one loop for all schedulers and all ways to hear of exits.
 
-Requests go in, `step` launches one stage, new tokens come out. What a launch produced is read when it is needed: at once
+Requests go in, `step` launches one stage, new tokens come out. What a launch produced is read when it is needed: at
+once
 (`exits="sync"`), one launch later (`lookahead`: the decision about a step is made by the step before), or two launches
 later (`device`: rows leave, sample and come in again without the host). Everything runs on one stream, so whatever the
 host queues (freed slots, pages, new prompts) comes after the launches it has made, whether it has seen them or not.
@@ -33,7 +34,7 @@ from looped.infer.sampler import Sampler
 from looped.infer.scheduler import Chunk, Job, Limits, Plan, Scheduler, Stage
 from looped.infer.sequence import EngineSequence, NewToken, Saved, failed
 from looped.infer.stages import Sampled, Stages
-from looped.infer.state import CODA, CORE, IDLE, PHASE_OF, PRELUDE, DeviceState, Resume, SlotInit
+from looped.infer.state import CODA, CORE, PHASE_OF, PRELUDE, DeviceState, Resume, SlotInit
 from looped.infer.stats import Stats, Tally
 from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
@@ -136,6 +137,7 @@ class Engine:
             poison=options.poison,
             prefix_caching=options.prefix_caching,
             chunk_size=options.chunk_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
         )
         page_sizes = [pool.page_size for pool in self.kv.pools]
         self.choice = choose_backend(options.backend, page_sizes, model.config.head_dim, model.dtype, model.device)
@@ -471,8 +473,9 @@ class Engine:
 
     def _capture(self) -> None:
         """CUDA graphs of the decode stages, for rows of slot 0: largest batches first."""
+        stages = self.stages
         for rows in sorted(self.graphs.buckets, reverse=True):
-            slots, stages = [0] * rows, self.stages
+            slots = [0] * rows
             if isinstance(self.scheduler, LateScheduler):
                 kinds = [Plan(Stage.PRELUDE, (), rows=rows), Plan(Stage.CORE, (), rows=rows, fused=self.scheduler.fuse)]
                 if not self.scheduler.fuse:

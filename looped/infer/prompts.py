@@ -128,7 +128,7 @@ class Prompts:
     def _start_gate(self, batch: PromptBatch) -> None:
         schedule, gate = self.policy.prefill, batch.gate
         assert schedule is not None and gate is not None
-        cuts = batch.positions_N.split([len(piece.token_ids) for piece in batch.pieces])
+        cuts = torch.split(batch.positions_N, [len(piece.token_ids) for piece in batch.pieces])
         thresholds = [schedule.thresholds(at, p.prompt_len) for at, p in zip(cuts, batch.pieces, strict=True)]
         protected = batch.positions_N < schedule.protected
         deepest = torch.full_like(batch.positions_N, self.policy.max_depth)

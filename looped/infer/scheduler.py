@@ -239,6 +239,8 @@ class Scheduler:
         self.riding: Plan | None = None
         self._ridden = 0
         self._arrivals = 0
+        self._pressed = False
+        """Memory ran short: nobody is admitted until a sequence ends, or they would take turns at being preempted."""
         # A stack whose top is slot 1; slot 0 is padding.
         self._free = list(range(self.limits.max_num_seqs, 0, -1))
 
@@ -264,6 +266,7 @@ class Scheduler:
         """
         self._unqueue(job)
         self._release(job)
+        self._pressed = True
         job.parked, job.prefilled = parked, 0
         place = next((i for i, other in enumerate(self.waiting) if other.arrival > job.arrival), len(self.waiting))
         self.waiting.insert(place, job)
@@ -333,7 +336,7 @@ class Scheduler:
         """A.2: a prompt in progress goes on; a new one needs a slot, memory, and S free slots to interrupt decode."""
         if self.prefilling:
             return True
-        if not self.waiting or not self._free:
+        if not self.waiting or not self._free or (self._pressed and self.active):
             return False
         if self.decoding and self.num_free_slots < self.limits.min_free_slots:
             return False
@@ -349,7 +352,7 @@ class Scheduler:
                 return
             yield self._chunk(job, length)
             budget, empty = budget - length, False
-        while self.waiting and self._free and self.waiting[0].parked is None:
+        while self.waiting and self._free and self.waiting[0].parked is None and not (self._pressed and self.active):
             job = self.waiting[0]
             if not self._cut(job, budget, empty) or not self.memory.can_admit(job, idle=not self.active):
                 return
@@ -457,6 +460,7 @@ class Scheduler:
         del self.active[job.slot]
         self._free.append(job.slot)
         job.slot = 0
+        self._pressed = False
 
     def _record(self, plan: Plan, steps: Sequence[tuple[int, int]] = (), exits: int = 0) -> None:
         if self.trace is not None:

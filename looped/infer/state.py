@@ -42,7 +42,7 @@ class Resume(NamedTuple):
     slot: int
     token: int
     position: int
-    index: int
+    token_index: int
     carry: tuple[Tensor, ...]
 
 
@@ -100,7 +100,7 @@ class DeviceState:
     def resume(self, rows: Sequence[Resume]) -> None:
         """Let sequences whose K/V were computed again go on with their newest token."""
         at = upload([row.slot for row in rows], torch.long, self.device)
-        whole = upload([(row.token, row.position, row.index) for row in rows], torch.long, self.device)
+        whole = upload([(row.token, row.position, row.token_index) for row in rows], torch.long, self.device)
         for column, values in zip((self.token, self.position, self.index), whole.unbind(1), strict=True):
             column[at] = values
         for column, parts in zip(self.carry, zip(*(row.carry for row in rows), strict=True), strict=True):

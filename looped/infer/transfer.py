@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def upload(
-    values: Sequence[int] | Sequence[float] | NDArray[np.generic], dtype: torch.dtype, device: torch.device
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | NDArray[np.generic],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """A small host array as a tensor on the device, in stream order and without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
@@ -35,13 +37,13 @@ class Fetch:
             else:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 self._host.append(host.copy_(tensor, non_blocking=True))
-                self._event = self._event or torch.cuda.Event()
+                self._event = self._event or torch.cuda.Event()  # type: ignore[no-untyped-call]
         if self._event is not None:
             self._event.record()
 
     @property
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor | None]:
         """The values, in the order given; blocks until they are there."""

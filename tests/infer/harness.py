@@ -6,11 +6,10 @@ import functools
 import random
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from looped import generate
-from looped.gates import ConvergenceGate, DelayGate, FixedGate, Gate, OuroGate
+from looped.gates import ConvergenceGate, DelayGate, FixedGate, Gate, HybridGate, OuroGate
 from looped.infer import Completion, Engine, EngineOptions, Output, Request, SamplingParams
+from looped.infer.late import LateScheduler
 from looped.model import LoopedLM
 from tests.models import micro_huginn, micro_ouro, random_lookahead, random_pre_loop
 
@@ -46,6 +45,7 @@ def gate_case(family: str, name: str) -> GateCase:
         "fixed": lambda: GateCase(FixedGate(2), None),
         "delay": lambda: GateCase(DelayGate(ConvergenceGate()), 1.0),
         "lookahead": lambda: GateCase(random_lookahead(model), 0.5),
+        "hybrid": lambda: GateCase(HybridGate(random_pre_loop(model), random_lookahead(model)), 0.5),
         "pre-loop": lambda: GateCase(random_pre_loop(model), 0.6),
     }
     return cases[name]()
@@ -93,37 +93,39 @@ def drain(engine: Engine, collected: dict[str, list[Output]] | None = None) -> d
 
 
 def advance(engine: Engine, collected: dict[str, list[Output]]) -> None:
-    """One step. Something must happen: a stage runs or an output comes out."""
-    before = sum(stage.batches for stage in engine.stats.stages.values())
+    """One step. Something must happen: a stage is launched, a launch is read, or an output comes out."""
+    before, unread = _launches(engine), len(engine._inflight)
     outputs = engine.step()
-    assert outputs or sum(stage.batches for stage in engine.stats.stages.values()) == before + 1
+    assert outputs or _launches(engine) == before + 1 or len(engine._inflight) < unread
     for output in outputs:
         collected.setdefault(output.key, []).append(output)
     check_books(engine)
 
 
+def _launches(engine: Engine) -> int:
+    return sum(stage.batches for stage in engine.stats.stages.values())
+
+
 def check_books(engine: Engine) -> None:
     """No slot in two queues, at most W active, no page owned twice, promises that can be kept."""
     scheduler = engine.scheduler
-    queued = [job.slot for job in scheduler.prefilling] + scheduler.prelude + scheduler.core + scheduler.coda
-    assert sorted(queued) == sorted(scheduler.active)
+    prefilling = [job.slot for job in scheduler.prefilling]
+    queued = prefilling + scheduler.prelude + scheduler.core + scheduler.coda
+    if isinstance(scheduler, LateScheduler):
+        queued = prefilling + sorted(scheduler.decode)
+    assert len(set(queued)) == len(queued) and set(queued) <= set(scheduler.active)
+    # Only a last token that is still on its way keeps a slot out of every queue.
+    assert engine._inflight or set(queued) == set(scheduler.active)
     assert len(scheduler.active) + scheduler.num_free_slots == scheduler.limits.max_num_seqs
-    for pool in engine.kv._pools:
-        table, pages = pool.pages.table, pool.pages.pages
-        owned = [np.unique(table[slot][table[slot] > 0]) for slot in range(table.shape[0])]
-        everything = np.concatenate(owned)
-        assert len(np.unique(everything)) == len(everything) == pages.in_use
-        assert pages.reserved == pool.pages.owed.sum() and (pool.pages.owed >= 0).all()
-        assert pages.available >= 0
+    engine.kv.check()
 
 
 def assert_empty(engine: Engine) -> None:
     """Every slot and page is free again and nothing is promised."""
     assert engine.scheduler.num_free_slots == engine.scheduler.limits.max_num_seqs
     assert not engine.scheduler.active and not engine._sequences and not engine._by_slot
-    for pool in engine.kv._pools:
+    for pool in engine.kv.pools:
         assert pool.pages.pages.in_use == 0 and pool.pages.pages.reserved == 0
-        assert not pool.pages.table.any()
 
 
 def make_engine(

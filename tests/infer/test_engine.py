@@ -95,7 +95,7 @@ def test_sequences_that_end_in_a_failing_batch_are_reported_and_freed(monkeypatc
     for number, prompt in enumerate(prompts()):
         engine.add(Request(str(number), prompt, SamplingParams(0, 1, True)))
     done_prefill = engine.scheduler.done_prefill
-    monkeypatch.setattr(engine.scheduler, "done_prefill", lambda plan, finished: 1 / 0)
+    monkeypatch.setattr(engine.scheduler, "done_prefill", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.setattr(engine.scheduler, "done_prefill", done_prefill)
