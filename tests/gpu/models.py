@@ -13,6 +13,12 @@ from tests.models import huginn_config, ouro_config, random_lookahead, random_mo
 SHAPES = {"hidden_size": 128, "intermediate_size": 192, "max_positions": 256}
 
 
+# Random weights as large as those of the other micro models make a chaotic loop, which amplifies half precision's
+# rounding beyond any useful margin: blocks are damped, and the token's own embedding counts for more.
+DAMPING = {"ouro": 0.75, "huginn": 0.5}
+EMBEDDING = {"ouro": 4.0, "huginn": 2.0}
+
+
 @functools.cache
 def gpu_model(family: str, dtype: torch.dtype, head_dim: int = 64) -> LoopedLM:
     """A fully looped Ouro with two query heads a KV head, or a Huginn `2-2-1` with plain heads and R = 5."""
@@ -20,7 +26,13 @@ def gpu_model(family: str, dtype: torch.dtype, head_dim: int = 64) -> LoopedLM:
         config = ouro_config(**SHAPES, head_dim=head_dim)
     else:
         config = huginn_config(**SHAPES, num_heads=2, num_kv_heads=2, head_dim=head_dim)
-    return random_model(config, dtype=dtype).to("cuda")
+    model = random_model(config)
+    for name, param in model.named_parameters():
+        if name.startswith("embed"):
+            param.data *= EMBEDDING[family]
+        elif ("blocks" in name and "norm" not in name) or name.startswith("adapter"):
+            param.data *= DAMPING[family]
+    return model.to("cuda", dtype)
 
 
 class GateCase(NamedTuple):
@@ -36,10 +48,10 @@ def gate_case(family: str, dtype: torch.dtype, head_dim: int, name: str) -> Gate
     cases = {
         "none": lambda: GateCase(None, None),
         "ouro": lambda: GateCase(OuroGate(), 0.6),
-        "convergence": lambda: GateCase(ConvergenceGate(), 0.9 if ouro else 1.1),
-        "delay": lambda: GateCase(DelayGate(ConvergenceGate()), 0.9 if ouro else 1.2),
-        "lookahead": lambda: GateCase(random_lookahead(model), 0.5 if ouro else 0.85),
-        "pre-loop": lambda: GateCase(random_pre_loop(model), 0.5),
+        "convergence": lambda: GateCase(ConvergenceGate(), 0.85),
+        "delay": lambda: GateCase(DelayGate(ConvergenceGate()), 0.8),
+        "lookahead": lambda: GateCase(random_lookahead(model), 0.3 if ouro else 0.7),
+        "pre-loop": lambda: GateCase(random_pre_loop(model), 0.5 if ouro else 0.7),
     }
     return cases[name]()
 
