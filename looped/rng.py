@@ -21,14 +21,14 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64 (torch's is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: every output bit depends on every input bit. Products wrap."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+def _mix_(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64, in place: every output bit depends on every input bit. Products wrap."""
+    x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int, n: int) -> Tensor:
@@ -36,11 +36,12 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int, n: int) -> Tensor:
 
     24 random bits and a half: in float32 the largest would round to 1.
     """
-    key = _mix(seeds.long() + _GOLDEN)
-    key = _mix(_mix(key ^ positions.long()) + stream)
-    index = torch.arange(1, n + 1, device=seeds.device, dtype=torch.int64) * _GOLDEN
-    bits = _shift(_mix(key[..., None] + index), 40)
-    return (bits.double() + 0.5) * (1.0 / (1 << 24))
+    # Rows are as wide as a vocabulary: what is made of them is changed in place.
+    key = _mix_(seeds.long() + _GOLDEN)
+    key = _mix_(_mix_(key ^ positions.long()) + stream)
+    index = torch.arange(1, n + 1, device=seeds.device, dtype=torch.int64).mul_(_GOLDEN)
+    bits = _shift(_mix_(key[..., None] + index), 40)
+    return bits.double().add_(0.5).mul_(1.0 / (1 << 24))
 
 
 def truncated_normal(seeds: Tensor, positions: Tensor, stream: int, n: int, std: float, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,10 @@ from torch import Tensor
 from looped import rng
 from looped.sampling_options import FULL, GREEDY, MAX_LOGPROBS, RANDOM, Sampling
 
+# What a draw at the highest level holds for each logit at its peak, besides the logits; for sizing memory. Rows of
+# `Seen` take 5 bytes for each token of the vocabulary and slot, once a request needs them.
+BYTES_PER_LOGIT = 128
+
 # Probability mass is counted in whole units of the likeliest token's: 2^40 of them, so that sums are exact.
 _UNITS = float(1 << 40)
 
@@ -74,7 +78,8 @@ def sample(logits_NV: Tensor, temperature_N: Tensor, seeds_N: Tensor, positions_
     `positions_N` are the positions that the new tokens will have. A draw depends on (seed, position) alone.
     """
     warm = temperature_N > 0
-    drawn = (_scaled(logits_NV, temperature_N) + _gumbel(seeds_N, positions_N, logits_NV.shape[-1])).argmax(-1)
+    noise = _gumbel(seeds_N, positions_N, logits_NV.shape[-1])
+    drawn = noise.add_(_scaled(logits_NV, temperature_N)).argmax(-1)
     return torch.where(warm, drawn, logits_NV.argmax(-1))
 
 
@@ -113,7 +118,7 @@ def draw(
     logits = _without_ends(logits, knobs, lists, index_N)
     largest, tokens = logits.max(-1)
     scaled = _narrowed(_scaled(logits, knobs.temperature), knobs)
-    drawn = (scaled + _gumbel(knobs.seed, positions_N, logits.shape[-1])).argmax(-1)
+    drawn = scaled.add_(_gumbel(knobs.seed, positions_N, logits.shape[-1])).argmax(-1)
     tokens = torch.where(knobs.temperature > 0, drawn, tokens)
     ok = first.ok & (largest > -torch.inf)  # a row whose every token is out has none to draw
     return Drawn(tokens, ok) if level < FULL else Drawn(tokens, ok, *_logprobs(raw, tokens))
@@ -125,12 +130,12 @@ def ends(tokens_N: Tensor, end_ids_NE: Tensor, min_tokens_N: Tensor, index_N: Te
 
 
 def _scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    # In float64: the Gumbel numbers are, and a small temperature overflows float32.
-    return logits_NV.double() / temperature_N.clamp_min(1e-6)[:, None].double()
+    # To float64: the Gumbel numbers are, and a small temperature overflows float32.
+    return logits_NV / temperature_N.clamp_min(1e-6).double()[:, None]
 
 
 def _gumbel(seeds_N: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
-    return -torch.log(-torch.log(rng.uniform(seeds_N, positions_N, rng.SAMPLING, vocab_size)))
+    return rng.uniform(seeds_N, positions_N, rng.SAMPLING, vocab_size).log_().neg_().log_().neg_()
 
 
 # Scalars go into the kernels below as numbers: one in `torch.where` would be copied to the device.
@@ -141,7 +146,7 @@ def _penalized(logits_NV: Tensor, knobs: Knobs, seen: Seen) -> Tensor:
     generated = counts > 0
     factor = knobs.repetition[:, None].expand_as(logits_NV).masked_fill(~(seen.prompt_NV | generated), 1.0)
     logits = torch.where(logits_NV > 0, logits_NV / factor, logits_NV * factor)
-    return logits - knobs.frequency[:, None] * counts - knobs.presence[:, None] * generated
+    return logits.sub_(knobs.frequency[:, None] * counts).sub_(knobs.presence[:, None] * generated)
 
 
 def _without_ends(logits_NV: Tensor, knobs: Knobs, lists: Lists, index_N: Tensor) -> Tensor:
@@ -153,9 +158,9 @@ def _without_ends(logits_NV: Tensor, knobs: Knobs, lists: Lists, index_N: Tensor
 
 
 def _narrowed(scaled_NV: Tensor, knobs: Knobs) -> Tensor:
-    """Minus infinity for what min_p, top_k and top_p leave out. The likeliest token always stays."""
+    """Minus infinity, in place, for what min_p, top_k and top_p leave out. The likeliest token always stays."""
     ordered, order = scaled_NV.sort(dim=-1, descending=True, stable=True)
-    weights = (ordered - ordered[:, :1]).exp()
+    weights = (ordered - ordered[:, :1]).exp_()
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = (weights >= knobs.min_p[:, None]) & ((knobs.top_k <= 0)[:, None] | (rank < knobs.top_k[:, None]))
     mass = (weights * _UNITS).nan_to_num(0.0, 0.0, 0.0).masked_fill(~keep, 0.0).long()
@@ -163,7 +168,7 @@ def _narrowed(scaled_NV: Tensor, knobs: Knobs) -> Tensor:
     reached = before >= knobs.top_p[:, None] * mass.sum(-1, keepdim=True)
     keep &= ~reached | (knobs.top_p >= 1)[:, None]
     keep |= rank == 0
-    return scaled_NV.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)
+    return scaled_NV.masked_fill_(torch.zeros_like(keep).scatter_(-1, order, keep).logical_not_(), -torch.inf)
 
 
 def _logprobs(raw_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -297,6 +297,27 @@ def test_extremes_stay_in_range() -> None:
     assert torch.equal(run(rows, [Sampling(1e-6, top_p=0.5)] * 4).tokens, rows.argmax(-1))
 
 
+@pytest.mark.parametrize("level", [GREEDY, RANDOM, FILTERED, FULL])
+def test_nothing_is_read_back(level: int) -> None:
+    """Meta tensors have no values: whoever asked for one would fail. A CUDA graph could not hold it either."""
+    table = Table.of([Sampling()] * 3, [0] * 3, [(1,)] * 3, 4, 2)
+    floats, ints, *lists = (torch.from_numpy(column).to("meta") for column in table)
+    knobs, at = knobs_of(floats, ints), torch.empty(3, dtype=torch.long, device="meta")
+    seen = Seen(torch.empty(3, V, dtype=torch.int32, device="meta"), torch.empty(3, V, dtype=torch.bool, device="meta"))
+    drawn = draw(torch.empty(3, V, device="meta"), knobs, at, at, level, Lists(*lists), seen)
+    assert drawn.tokens.shape == drawn.ok.shape == (3,)
+    assert ends(drawn.tokens, lists[2], knobs.min_tokens, at).shape == (3,)
+    assert (drawn.logprob is not None) == (level == FULL)
+
+
+def test_inputs_are_left_alone() -> None:
+    rows, params = logits_of(8, 6), [Sampling(0.8, top_p=0.6, repetition_penalty=1.5, min_tokens=3)] * 6
+    before = rows.clone()
+    for level in (GREEDY, RANDOM, FILTERED, FULL):
+        run(rows, params, level=level)
+        assert torch.equal(rows, before)
+
+
 def test_levels() -> None:
     assert Sampling(0).level == Sampling(0, top_p=0.5, top_k=3, min_p=0.1).level == GREEDY
     assert Sampling(1, stop_token_ids=(3,)).level == RANDOM
