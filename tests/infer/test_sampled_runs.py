@@ -73,11 +73,15 @@ def test_every_parameter(exits: str) -> None:
     check(llm.generate(prompts, params), params, gate)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "offload"])
-def test_after_preemption(preemption: str) -> None:
+@pytest.mark.parametrize("exits", ["sync", "device"])
+@pytest.mark.parametrize(
+    ("layout", "preemption"), [("ragged", "recompute"), ("last-exited", "recompute"), ("last-exited", "offload")]
+)
+def test_after_preemption(layout: str, preemption: str, exits: str) -> None:
     """Counts of a sequence that lost its slot are those of its own tokens."""
-    options = {"kv": "last-exited", "gate": "ouro", "threshold": 0.6, "num_pages": 80, "page_size": 4, "seed": 3}
-    llm = LLM(MODEL, **options, max_num_seqs=4, preemption=preemption)
+    pool = {"num_pages": 280, "page_size": 1} if layout == "ragged" else {"num_pages": 80, "page_size": 4}
+    options = {"kv": layout, "gate": "ouro", "threshold": 0.6, "exits": exits, "preemption": preemption, "seed": 3}
+    llm = LLM(MODEL, **options, **pool, max_num_seqs=4)
     prompts, params = requests()
     check(llm.generate(prompts, params), params, "ouro")
     assert llm.stats.preemptions > 0
