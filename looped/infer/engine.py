@@ -13,55 +13,29 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from looped.decode import check_prompt, resolve_policy
+from looped.decode import resolve_policy
 from looped.errors import LoopedError
 from looped.gates import Gate
-from looped.infer.backends import choose_backend
-from looped.infer.detokenize import Detokenizer
-from looped.infer.graphs import Graphs
+from looped.infer.intake import Intake
 from looped.infer.late import LateScheduler, Queues
 from looped.infer.options import EngineOptions
-from looped.infer.pages import KVMemory, block_hashes
-from looped.infer.prompts import PromptPiece, Prompts, Riders
 from looped.infer.request import Output, Request, SamplingParams
-from looped.infer.sampler import Sampler
-from looped.infer.scheduler import Chunk, Job, Limits, Plan, Scheduler, Stage
-from looped.infer.sequence import EngineSequence, NewToken, Saved, failed
-from looped.infer.stages import Sampled, Stages
-from looped.infer.state import CODA, CORE, PHASE_OF, PRELUDE, DeviceState, Resume, SlotInit
+from looped.infer.runner import Runner, Ticket
+from looped.infer.scheduler import Limits, Plan, Scheduler, Stage
+from looped.infer.sequence import EngineSequence, NewToken, failed
+from looped.infer.stages import Sampled
 from looped.infer.stats import Stats, Tally
-from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
 
 log = logging.getLogger(__name__)
 
 # Launches whose results may be unread in `device` mode.
 LAG = 2
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """A launch whose results are on their way. `owners` are the sequences in its slots when it was made."""
-
-    plan: Plan
-    fetch: Fetch
-    owners: dict[int, EngineSequence]
-    cores: int
-    """Core steps launched up to and with this one."""
-    depths: NDArray[np.int64] | None = None
-    """Of a ragged prefill's rows."""
-    published: tuple[int, ...] = ()
-    """Slots whose prompts are complete with this prefill, for the prefix cache."""
-
-    @property
-    def samples(self) -> bool:
-        return self.plan.fused or self.plan.stage in (Stage.CODA, Stage.PREFILL)
 
 
 class Engine:
@@ -101,67 +75,39 @@ class Engine:
         )
         self._sequences: dict[str, EngineSequence] = {}
         self._by_slot: dict[int, EngineSequence] = {}
-        self._inflight: deque[_Ticket] = deque()
+        self._inflight: deque[Ticket] = deque()
         self._outputs: list[Output] = []
         self._kill: list[int] = []
-        self._riders: Riders | None = None
         self._cores = 0
         self._ahead = np.zeros(limits.max_num_seqs + 1, dtype=bool)
         self._consumed = np.zeros(limits.max_num_seqs + 1, dtype=np.int64)
         self._tally = Tally(self.policy.max_depth)
+        late = options.exits == "device"
+        fuse = late and options.mode == "refill" and limits.min_coda_batch == 1
         try:
-            self._build(limits)
+            self.runner = Runner(model, self.policy, options, limits, late, fuse)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise LoopedError(
                 "the engine does not fit into memory: lower num_pages or max_num_seqs, or switch graphs off"
             ) from error
+        self.kv = self.runner.kv
+        self._intake = Intake(self.runner, self.policy, options, self.preemption is None)
+        self.scheduler = self._scheduler(limits, late, fuse)
         log.info("%s", self.describe())
 
-    def _build(self, limits: Limits) -> None:
-        model, options, policy = self.model, self.options, self.policy
-        num_slots = limits.max_num_seqs + 1
-        pad = model.device.type == "cuda" if options.pad_batches is None else options.pad_batches
-        state = DeviceState(model, self.gate, num_slots, policy.dense_compute)
-        sampler = Sampler(num_slots, model.config.vocab_size, model.config.eos_ids, model.device)
-        self.kv = KVMemory(
-            model.config,
-            policy.layout,
-            policy.max_depth,
-            num_slots,
-            model.config.max_positions,
-            model.dtype,
-            model.device,
-            page_size=options.page_size,
-            num_pages=options.num_pages,
-            headroom=options.kv_headroom,
-            poison=options.poison,
-            prefix_caching=options.prefix_caching,
-            chunk_size=options.chunk_size,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-        )
-        page_sizes = [pool.page_size for pool in self.kv.pools]
-        self.choice = choose_backend(options.backend, page_sizes, model.config.head_dim, model.dtype, model.device)
-        backend = self.choice.backend
-        # The reference backend gathers pages by lengths that a graph would freeze.
-        capture = options.graphs and model.device.type == "cuda" and backend.name != "sdpa"
-        self.graphs = Graphs(model.device, capture, limits.max_num_seqs)
-        self.stages = Stages(model, policy, state, self.kv, backend, sampler, self.graphs, pad)
-        self.prompts = Prompts(self.stages, policy)
-        sensitive = policy.layout.cut_sensitive
-        kind = LateScheduler if self.exits == "device" else Scheduler
-        self.scheduler = kind(
+    def _scheduler(self, limits: Limits, late: bool, fuse: bool) -> Scheduler:
+        options, sensitive = self.options, self.policy.layout.cut_sensitive
+        scheduler = (LateScheduler if late else Scheduler)(
             options.mode,
             limits,
             self.kv,
             prefill_grid=(options.chunk_size or 0) if sensitive else None,
             max_chunk=None if sensitive else options.chunk_size,
-            mix_loops=policy.max_depth if options.mix_prefill else 0,
+            mix_loops=self.policy.max_depth if options.mix_prefill else 0,
         )
-        if isinstance(self.scheduler, LateScheduler):
-            self.scheduler.max_loops = policy.max_depth
-            self.scheduler.fuse = options.mode == "refill" and limits.min_coda_batch == 1
-        if capture:
-            self._capture()
+        if isinstance(scheduler, LateScheduler):
+            scheduler.max_loops, scheduler.fuse = self.policy.max_depth, fuse
+        return scheduler
 
     def _check_exits(self) -> None:
         gate, options = self.gate, self.options
@@ -191,7 +137,7 @@ class Engine:
         parts = [
             f"{options.mode}: {self.model.name}, R {self.policy.max_depth}, layout {self.policy.layout.name}, {gate}",
             f"exits {self.exits}",
-            f"backend {self.choice.describe()}",
+            f"backend {self.runner.backend.describe()}",
             f"{use.num_pages} pages of {use.page_size}, room for {use.capacity_tokens} tokens at "
             f"{use.bytes_per_token} bytes a token",
             f"preemption {self.preemption or 'off'}",
@@ -200,7 +146,7 @@ class Engine:
         if options.prefix_caching:
             parts.append("prefix cache")
         if self.model.device.type == "cuda":
-            parts.append(f"CUDA graphs {self.graphs.describe()}")
+            parts.append(f"CUDA graphs {self.runner.graphs.describe()}")
         return ", ".join(parts)
 
     # Requests.
@@ -209,74 +155,9 @@ class Engine:
         """Queue a request. Raises `LoopedError` if it can never run."""
         if request.key in self._sequences:
             raise LoopedError(f"a request with the key {request.key!r} is running already")
-        params = request.params
-        self._check_depths(params)
-        if self.gate is not None:
-            self.gate.check_request(request.ordinal)
-        prompt = check_prompt(self.model, request.prompt_ids)
-        self.stages.sampler.check(params)
-        max_len = min(len(prompt) + params.max_tokens, self.model.config.max_positions)
-        if not self.kv.fits(max_len):
-            raise LoopedError(
-                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} new ones do not fit into a KV pool of "
-                f"{self.kv.capacity_tokens} tokens; lower max_tokens or raise num_pages"
-            )
-        job = Job(request.key, len(prompt), max_len, prefix=self._prefix(request, prompt))
-        eos = () if params.ignore_eos else self.model.config.eos_ids
-        sequence = EngineSequence(
-            request,
-            prompt,
-            job,
-            frozenset((*eos, *params.stop_token_ids)),
-            self._detokenizer(request),
-            Sampler.level(params),
-        )
-        self._reserve(job)
+        sequence = self._intake.sequence(request)
         self._sequences[request.key] = sequence
-        self.scheduler.add(job)
-
-    def _reserve(self, job: Job) -> None:
-        """How much memory admission promises: everything, unless it can be taken back."""
-        most = job.max_len - 1
-        job.reserve_len = most if self.preemption is None else min(job.prompt_len + 1, most)
-
-    def _prefix(self, request: Request, prompt: list[int]) -> tuple[bytes, ...]:
-        """Hashes of the prompt's blocks; whatever a block's K/V depend on besides its tokens is in the salt."""
-        if not self.options.prefix_caching:
-            return ()
-        salt: list[object] = [self.policy.layout.name, self.policy.max_depth, self.options.chunk_size]
-        if self.policy.prefill is not None:
-            cosine = len(prompt) if self.policy.prefill.cosine else None
-            salt += [self.policy.prefill, cosine, request.params.min_depth]
-        if self.model.config.injection:
-            salt.append(self._seed(request.params))
-        return block_hashes(prompt, self.kv.prefix_block, repr(salt).encode())
-
-    def _seed(self, params: SamplingParams) -> int:
-        return self.options.seed if params.seed is None else params.seed
-
-    def _check_depths(self, params: SamplingParams) -> None:
-        wanted = {"exit_threshold": params.exit_threshold, "min_depth": params.min_depth}
-        for name, value in {**wanted, "max_depth": params.max_depth}.items():
-            if value is not None and self.options.mode == "cb":
-                raise LoopedError(f"{name} has no effect under mode 'cb', which runs every token at full depth")
-            if value is not None and self.gate is None and name in wanted:
-                raise LoopedError(f"{name} was given, but the engine runs without a gate")
-        if params.exit_threshold is not None and self.gate is not None:
-            self.gate.check_threshold(params.exit_threshold)
-        for name in ("min_depth", "max_depth"):
-            value = getattr(params, name)
-            if value is not None and value > self.policy.max_depth:
-                raise LoopedError(f"{name} must be between 1 and {self.policy.max_depth} loops, got {value}")
-
-    def _detokenizer(self, request: Request) -> Detokenizer | None:
-        params = request.params
-        tokenizer = self.model.tokenizer if request.stream or params.stop else None
-        if tokenizer is None:
-            if params.stop:
-                raise LoopedError(f"stop strings need a tokenizer, and {self.model.name} has none; use stop_token_ids")
-            return None
-        return Detokenizer(tokenizer, tuple(params.stop), params.min_tokens)
+        self.scheduler.add(sequence.job)
 
     def abort(self, key: str) -> bool:
         """Drop a request at any stage; its slot and pages are free at once. False where there is none."""
@@ -365,16 +246,14 @@ class Engine:
 
     def _run(self, plan: Plan) -> None:
         if self._kill:
-            self.stages.state.idle(self._kill)
+            self.runner.state.idle(self._kill)
             self._kill = []
         if plan.stage is Stage.CORE:
             self._cores += 1
             self._consumed[list(plan.slots)] += 1
-        if plan.stage is Stage.PREFILL and self.options.mix_prefill and self.scheduler.riding is not plan:
-            self._start_ride(plan)
-            return
-        self.stages.tick.add_(1)
         ticket = self._launch(plan)
+        if ticket is None:
+            return
         ending = self._ending(plan)
         scheduler = self.scheduler
         if isinstance(scheduler, LateScheduler):
@@ -433,156 +312,66 @@ class Engine:
         deepest = self.policy.max_depth
         return deepest if params.max_depth is None or self.policy.dense_compute else params.max_depth
 
-    # Launching.
-
-    def _launch(self, plan: Plan) -> _Ticket:
-        if plan.stage is Stage.PREFILL:
-            return self._prefill(plan)
-        if plan.stage is Stage.RESTORE:
-            return self._restore(plan)
-        stages, level = self.stages, self._level()
+    def _launch(self, plan: Plan) -> Ticket | None:
+        """Make the launch of a plan; None for prompts that only start to ride along."""
+        runner = self.runner
+        if plan.stage in (Stage.PREFILL, Stage.RESTORE):
+            self._seat(plan)
         owners = {slot: self._by_slot[slot] for slot in plan.slots}
-        keys = max((self._bound(owner, int(plan.fused)) for owner in owners.values()), default=0) + 1
-        if isinstance(self.scheduler, LateScheduler):
-            values = self._launch_late(plan, keys, level)
-        elif plan.stage is Stage.PRELUDE:
-            values = stages.on("prelude", plan.slots, keys, lambda at: (stages.prelude(at),))
-        elif plan.stage is Stage.CODA:
-            values = stages.on(f"coda-{level}", plan.slots, keys, lambda at: stages.coda(at, level))
-        elif not plan.riders:
-            values = stages.on("core", plan.slots, keys, stages.core)
-        elif plan.slots:
-            values = stages.on("mixed core", plan.slots, keys, lambda at: stages.core(at, self._riders))
+        level = max((sequence.level for sequence in self._by_slot.values()), default=0)
+        if plan.stage is Stage.RESTORE:
+            ticket = runner.restore(plan, owners[plan.slots[0]])
+            self._foresee(plan)
+        elif plan.stage is not Stage.PREFILL:
+            keys = max((self._bound(owner, int(plan.fused)) for owner in owners.values()), default=0) + 1
+            ticket = runner.decode(plan, owners, keys, level)
+        elif self.options.mix_prefill and self.scheduler.riding is not plan:
+            runner.start_ride(plan, owners)
+            self.scheduler.ride(plan)
+            return None
         else:
-            assert self._riders is not None
-            self.prompts.loop(self._riders.batch)
-            values = (None, None)
-        return _Ticket(plan, Fetch(values), owners, self._cores)
+            ticket = runner.prefill(plan, owners, level)
+        ticket.cores = self._cores
+        return ticket
 
-    def _launch_late(self, plan: Plan, keys: int, level: int) -> tuple[torch.Tensor | None, ...]:
-        """A stage on the rows that the device picks; the last value counts the queues after it."""
-        stages, queues = self.stages, self.stages.state.queues
-        if plan.fused:
-            name = f"fused-{level}"
-            return stages.among(name, CORE, plan.rows, keys, lambda at: (*stages.fused(at, level), queues()))
-        if plan.stage is Stage.PRELUDE:
-            return stages.among("prelude", PRELUDE, plan.rows, keys, lambda at: (stages.prelude(at), queues()))
-        if plan.stage is Stage.CORE:
-            return stages.among("core", CORE, plan.rows, keys, lambda at: (*stages.core(at), queues()))
-        return stages.among(f"coda-{level}", CODA, plan.rows, keys, lambda at: (*stages.coda(at, level), queues()))
-
-    def _capture(self) -> None:
-        """CUDA graphs of the decode stages, for rows of slot 0: largest batches first."""
-        stages = self.stages
-        for rows in sorted(self.graphs.buckets, reverse=True):
-            slots = [0] * rows
-            if isinstance(self.scheduler, LateScheduler):
-                kinds = [Plan(Stage.PRELUDE, (), rows=rows), Plan(Stage.CORE, (), rows=rows, fused=self.scheduler.fuse)]
-                if not self.scheduler.fuse:
-                    kinds.append(Plan(Stage.CODA, (), rows=rows))
-                with stages.capturing():
-                    for plan in kinds:
-                        for level in (0, 1) if plan.fused or plan.stage is Stage.CODA else (0,):
-                            self._launch_late(plan, 1, level)
-                continue
-            with stages.capturing():
-                stages.on("prelude", slots, 1, lambda at: (stages.prelude(at),))
-                stages.on("core", slots, 1, stages.core)
-                stages.on("coda-0", slots, 1, lambda at: stages.coda(at, 0))
-                stages.on("coda-1", slots, 1, lambda at: stages.coda(at, 1))
-
-    def _level(self) -> int:
-        return max((sequence.level for sequence in self._by_slot.values()), default=0)
-
-    def _start_ride(self, plan: Plan) -> None:
-        self.stages.tick.add_(1)
-        pieces = self._pieces(plan)
-        self._riders = Riders(self.prompts, self.prompts.start(pieces))
-        self.scheduler.ride(plan)
-
-    def _prefill(self, plan: Plan) -> _Ticket:
-        if self.scheduler.riding is plan and self._riders is not None:
-            batch, self._riders = self._riders.batch, None
-            done = self.prompts.finish(batch, self._level())
-            pieces: Sequence[PromptPiece] = batch.pieces
-        else:
-            pieces = self._pieces(plan)
-            done = self.prompts.run(pieces, self._level())
-        resumed = [self._by_slot[c.slot] for c in plan.chunks if c.last and self._by_slot[c.slot].token_ids]
-        if resumed:
-            self.stages.state.resume([self._resume(sequence) for sequence in resumed])
-        first = [piece.slot for piece in pieces if piece.sample]
-        values: tuple[torch.Tensor | None, ...] = done.sampled or (None,)
-        if isinstance(self.scheduler, LateScheduler):
-            values = (*values, self.stages.state.queues())
-        owners = {piece.slot: self._by_slot[piece.slot] for piece in pieces}
-        depths = done.depths if self.policy.prefill is not None else None
-        return _Ticket(plan, Fetch(values), owners, self._cores, depths, tuple(first))
-
-    def _pieces(self, plan: Plan) -> list[PromptPiece]:
-        """The batch of a prefill plan; sequences that start get their rows on the device."""
-        starting, pieces = [], []
-        for chunk in plan.chunks:
-            sequence = self._sequences[self.scheduler.active[chunk.slot].key]
-            if self._by_slot.get(chunk.slot) is not sequence:
-                self._by_slot[chunk.slot] = sequence
-                self._consumed[chunk.slot] = 0
+    def _seat(self, plan: Plan) -> None:
+        """Sequences that were admitted with a plan take their slots."""
+        starting = []
+        for slot in plan.slots:
+            sequence = self._sequences[self.scheduler.active[slot].key]
+            if self._by_slot.get(slot) is not sequence:
+                self._by_slot[slot] = sequence
+                self._consumed[slot] = sequence.spent = 0
                 starting.append(sequence)
-            pieces.append(self._piece(sequence, chunk))
-        if starting:
-            self._admit(starting)
-        return pieces
+        if starting and plan.stage is Stage.PREFILL:
+            self.runner.admit(starting)
 
-    def _piece(self, sequence: EngineSequence, chunk: Chunk) -> PromptPiece:
-        depths = sequence.depths_of(chunk, self.policy.max_depth)
-        sample = chunk.last and not sequence.token_ids
-        tokens = sequence.tokens_of(chunk)
-        return PromptPiece(chunk.slot, chunk.start, tokens, len(sequence.prompt_ids), depths, sample)
-
-    def _admit(self, sequences: Iterable[EngineSequence]) -> None:
-        """Write the parameters of sequences into the rows of their slots."""
-        sequences = list(sequences)
-        self.stages.state.admit([self._init(sequence) for sequence in sequences])
-        self.stages.sampler.admit(
-            [sequence.job.slot for sequence in sequences],
-            [sequence.request.params for sequence in sequences],
-            [self._seed(sequence.request.params) for sequence in sequences],
-            [sequence.prompt_ids for sequence in sequences],
-            [sequence.token_ids for sequence in sequences],
-        )
-
-    def _init(self, sequence: EngineSequence) -> SlotInit:
-        params, policy = sequence.request.params, self.policy
-        return SlotInit(
-            sequence.job.slot,
-            self._seed(params),
-            policy.threshold if params.exit_threshold is None else params.exit_threshold,
-            policy.min_depth if params.min_depth is None else params.min_depth,
-            policy.max_depth if params.max_depth is None else params.max_depth,
-            sequence.job.max_len,
-            sequence.request.ordinal,
-        )
+    def _foresee(self, plan: Plan) -> None:
+        """What the gate said of the next step of sequences that came back."""
+        if self.exits == "lookahead":
+            for slot in plan.slots:
+                self._ahead[slot] = bool(self.runner.state.ahead[slot])
 
     # Preemption.
 
     def _preempt(self, sequence: EngineSequence) -> None:
         """Give back a sequence's pages; it waits before everyone who came later. Nothing is in flight."""
-        job, state = sequence.job, self.stages.state
+        job = sequence.job
         stage = self._stage_of(sequence)
         parked: Stage | None = None
         if stage is not Stage.PREFILL and self.preemption == "offload":
             parked = stage
             tokens = sequence.position + (0 if stage is Stage.PRELUDE else 1)
-            sequence.saved = Saved(self.kv.save(job.slot, tokens), state.save(job.slot))
+            self.runner.save(sequence, tokens)
             job.prompt_len = tokens
         elif sequence.token_ids:
-            sequence.carry = state.save_carry(job.slot)
+            sequence.carry = self.runner.state.save_carry(job.slot)
             sequence.rerun()
         else:
             sequence.prompt_depths = []
         if self._by_slot.pop(job.slot, None) is not None:
             self._kill.append(job.slot)
-        self._reserve(job)
+        self._intake.reserve(job)
         self.scheduler.preempt(job, parked)
         self._tally.add_preemption()
 
@@ -591,28 +380,7 @@ class Engine:
             return Stage.PREFILL
         if not isinstance(self.scheduler, LateScheduler):
             return self.scheduler.queue_of(sequence.job)
-        phase = int(self.stages.state.phase[sequence.job.slot])
-        return next(stage for stage, value in PHASE_OF.items() if value == phase)
-
-    def _resume(self, sequence: EngineSequence) -> Resume:
-        slot, tokens = sequence.job.slot, sequence.token_ids
-        return Resume(slot, tokens[-1], sequence.position, len(tokens), sequence.carry)
-
-    def _restore(self, plan: Plan) -> _Ticket:
-        """Bring a sequence back from host memory, to where it was."""
-        slot = plan.slots[0]
-        sequence = self._sequences[self.scheduler.active[slot].key]
-        assert sequence.saved is not None
-        self._by_slot[slot] = sequence
-        self._consumed[slot] = sequence.spent = 0
-        self._admit([sequence])
-        self.kv.load(slot, sequence.saved.kv)
-        self.kv.flush()
-        self.stages.state.load(slot, sequence.saved.rows)
-        sequence.saved = None
-        self._ahead[slot] = bool(self.stages.state.ahead[slot]) if self.exits == "lookahead" else False
-        late = isinstance(self.scheduler, LateScheduler)
-        return _Ticket(plan, Fetch((self.stages.state.queues(),) if late else ()), {}, self._cores)
+        return self.runner.stage_of(sequence.job.slot)
 
     # Results.
 
@@ -639,7 +407,7 @@ class Engine:
                 return [slot for slot, leaves in zip(plan.slots, values[0].tolist(), strict=False) if leaves]
         return []
 
-    def _take(self, ticket: _Ticket, values: list[torch.Tensor | None]) -> None:
+    def _take(self, ticket: Ticket, values: list[torch.Tensor | None]) -> None:
         """Append new tokens to their sequences and end those that are done."""
         if ticket.depths is not None:
             self._note_depths(ticket)
@@ -652,7 +420,7 @@ class Engine:
             first = not sequence.token_ids
             output = sequence.take(new)
             self._outputs.append(output)
-            if first and new.ok and slot in ticket.published:
+            if first and new.ok and ticket.plan.stage is Stage.PREFILL:
                 self.kv.publish(slot, sequence.job.prefix, len(sequence.prompt_ids))
             if output.token is not None:
                 self._tally.add_token(new.depth, first=first)
@@ -661,7 +429,7 @@ class Engine:
             if output.finished:
                 self._end(sequence, scrub=not new.ok)
 
-    def _count(self, sequence: EngineSequence, slot: int, ticket: _Ticket, depth: int) -> None:
+    def _count(self, sequence: EngineSequence, slot: int, ticket: Ticket, depth: int) -> None:
         """A decode pass is complete: what it used of its pages is known."""
         depth = self.policy.max_depth if self.policy.dense_compute else depth
         self.kv.token_done(slot, depth)
@@ -669,7 +437,7 @@ class Engine:
         if isinstance(self.scheduler, LateScheduler):
             self._consumed[slot] = sequence.spent + self._cores - ticket.cores
 
-    def _note_depths(self, ticket: _Ticket) -> None:
+    def _note_depths(self, ticket: Ticket) -> None:
         assert ticket.depths is not None
         stops = np.cumsum([chunk.length for chunk in ticket.plan.chunks])
         for chunk, depths in zip(ticket.plan.chunks, np.split(ticket.depths, stops[:-1]), strict=True):

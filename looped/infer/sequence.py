@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from looped.infer.detokenize import Detokenizer
 from looped.infer.request import Output, Request
@@ -119,10 +119,11 @@ class EngineSequence:
             text += reader.finish()
             stopped = stopped or reader.stopped
         reason = "stop" if stopped else "length" if full else None
-        more: dict[str, Any] = {}
-        if self.request.params.logprobs is not None:
-            more = {"logprob": new.logprob, "top_logprobs": new.top_logprobs}
-        return Output(self.request.key, new.token, new.depth, text, reason, **more)
+        wanted = self.request.params.logprobs
+        if wanted is None:
+            return Output(self.request.key, new.token, new.depth, text, reason)
+        top = new.top_logprobs[:wanted]
+        return Output(self.request.key, new.token, new.depth, text, reason, new.logprob, top)
 
 
 def failed(key: str) -> Output:

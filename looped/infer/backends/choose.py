@@ -12,7 +12,29 @@ from looped.infer.backends.base import Backend
 
 BACKEND_NAMES = ("auto", "sdpa", "triton", "flash")
 # What `auto` tries, in order: the fastest first, what serves everything last.
-PREFERENCE = {"cuda": ("flash", "triton", "sdpa")}
+PREFERENCE = {"cuda": ("triton+flash", "triton", "sdpa")}
+
+
+class PairedBackend:
+    """Decode on Triton, prefill on FlashAttention: each where it is the faster one.
+
+    Measured on an H200 (bfloat16, 16 heads of 128, a layer's K/V written and read): with contexts of 128 to 256 tokens
+    Triton decodes in 50 to 75 % of FlashAttention-3's time, around 1,000 they are even, and at 4,000 it takes up to
+    25 % longer; a chunk of 2,048 tokens behind 4,096 takes FlashAttention-3 half of Triton's time.
+    """
+
+    name = "triton+flash"
+
+    def __init__(self, decoding: Backend, prefilling: Backend) -> None:
+        self._decoding, self._prefilling = decoding, prefilling
+        self.decode, self.prefill = decoding.decode, prefilling.prefill
+
+    def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
+        for backend in (self._prefilling, self._decoding):
+            backend.check(page_size, head_dim, dtype, device_type)
+
+    def describe(self) -> str:
+        return f"decode {self._decoding.describe()}, prefill {self._prefilling.describe()}"
 
 
 class Choice(NamedTuple):
@@ -31,8 +53,8 @@ def choose_backend(
 ) -> Choice:
     """The backend of a name, fit for a model and for the page sizes of all its pools.
 
-    `auto` takes the first of flash, triton and sdpa that is installed and serves them (on a CPU: sdpa), and says what
-    kept it from the others. A backend asked for by name never falls back.
+    `auto` takes the first that is installed and serves them of triton for decode with flash for prefill, triton, and
+    sdpa (on a CPU: sdpa), and says what kept it from the others. A backend asked for by name never falls back.
 
     Raises `LoopedError` for an unknown name, and where the one asked for is missing or does not serve the model.
     """
@@ -76,4 +98,13 @@ def _flash() -> Backend:
     return FlashBackend()
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {"sdpa": _sdpa, "triton": _triton, "flash": _flash}
+def _paired() -> Backend:
+    return PairedBackend(_MAKERS["triton"](), _MAKERS["flash"]())
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {
+    "sdpa": _sdpa,
+    "triton": _triton,
+    "flash": _flash,
+    "triton+flash": _paired,
+}
