@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from looped.errors import LoopedError
-from looped.infer.backends import flash
+from looped.infer.backends import choose, flash
 from looped.infer.backends.base import DecodeBatch, Piece, PrefillBatch
 from looped.infer.backends.choose import choose_backend
 from looped.infer.backends.flash import FlashAttention2, FlashAttention3, FlashAttention4, FlashBackend
@@ -42,15 +42,17 @@ def int32(*tensors):
     assert all(x.dtype == torch.int32 for x in tensors)
 
 
-def fake_3(q, k_cache, v_cache, *, cache_seqlens, cache_batch_idx, page_table, cu_seqlens_q, max_seqlen_q, causal):
-    int32(cache_seqlens, cache_batch_idx, page_table)
-    assert causal and page_table.stride(1) == 1
-    tables = page_table[cache_batch_idx.long()]
+def fake_3(
+    q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, page_table, kv_batch_idx, softmax_scale, is_causal
+):  # fmt: skip
+    int32(seqused_k, kv_batch_idx, page_table)
+    assert is_causal and page_table.stride(1) == 1 and softmax_scale == DIM**-0.5
+    tables = page_table[kv_batch_idx.long()]
     if cu_seqlens_q is None:
         assert q.shape[1] == max_seqlen_q == 1
-        return one_each(q, k_cache, v_cache, tables, cache_seqlens)
+        return (one_each(q, k, v, tables, seqused_k),)
     assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    return packed(q, k_cache, v_cache, cu_seqlens_q.tolist(), tables, cache_seqlens)
+    return (packed(q, k, v, cu_seqlens_q.tolist(), tables, seqused_k),)
 
 
 def fake_4(q, k, v, *, cu_seqlens_q, max_seqlen_q, seqused_k, page_table, causal):
@@ -74,7 +76,7 @@ def fake_2_varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 def library(kind):
     fakes = {
-        FlashAttention3: {"flash_attn_with_kvcache": fake_3},
+        FlashAttention3: {"flash_attn_3_gpu": SimpleNamespace(fwd=fake_3)},
         FlashAttention4: {"flash_attn_varlen_func": fake_4},
         FlashAttention2: {"flash_attn_with_kvcache": fake_2_decode, "flash_attn_varlen_func": fake_2_varlen},
     }
@@ -196,7 +198,7 @@ def test_the_best_library_that_imports_is_taken(hopper):
     assert isinstance(FlashBackend().library, FlashAttention2)
     hopper.setitem(sys.modules, "flash_attn.cute", module("flash_attn.cute", flash_attn_varlen_func=fake_4))
     assert isinstance(FlashBackend().library, FlashAttention4)
-    hopper.setitem(sys.modules, "flash_attn_interface", module("flash_attn_interface", flash_attn_with_kvcache=fake_3))
+    hopper.setitem(sys.modules, "flash_attn_interface", module("flash_attn_interface", flash_attn_3_gpu=fake_3))
     assert isinstance(FlashBackend().library, FlashAttention3)
     hopper.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     blackwell = FlashBackend().library
@@ -228,20 +230,37 @@ def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
         choose_backend("falsh", (16,), 64, torch.bfloat16, CPU)
 
 
-def test_auto_says_what_kept_it_from_faster_ones(hopper):
+@pytest.fixture
+def triton(monkeypatch):
+    """A Triton backend that serves everything, whether the package is installed or not."""
+    backend = SimpleNamespace(
+        name="triton", check=lambda *_: None, decode="decode", prefill="prefill", describe=lambda: "triton"
+    )
+    monkeypatch.setitem(choose._MAKERS, "triton", lambda: backend)
+
+
+CUDA = torch.device("cuda")
+
+
+def test_auto_decodes_on_triton_and_prefills_on_flash(hopper, triton):
+    hopper.setitem(sys.modules, "flash_attn_interface", module("flash_attn_interface", flash_attn_3_gpu=fake_3))
+    choice = choose_backend("auto", (16,), 64, torch.bfloat16, CUDA)
+    assert choice.backend.decode == "decode" and choice.backend.prefill != "prefill"
+    assert choice.describe().startswith("decode triton, prefill flash (FlashAttention-3")
+    assert "not chosen" not in choice.describe()
+    assert choose_backend("flash", (16,), 64, torch.bfloat16, CUDA).backend.name == "flash"
+
+
+def test_auto_says_what_kept_it_from_faster_ones(hopper, triton):
     hopper.setitem(sys.modules, "flash_attn", module("flash_attn", flash_attn_with_kvcache=fake_2_decode))
-    hopper.setitem(sys.modules, "looped.infer.backends.triton", None)
-    kernels = ModuleNotFoundError("No module named 'triton'", name="triton")
+    choice = choose_backend("auto", (16, 16), 64, torch.bfloat16, CUDA)
+    assert choice.backend.name == "triton"
+    assert "not chosen: FlashAttention 2 needs pages of a multiple of 256" in choice.describe()
+    assert choose_backend("auto", (256, 256), 64, torch.bfloat16, CUDA).backend.name == "triton+flash"
 
     def missing():
-        raise LoopedError("backend 'triton' needs the package triton") from kernels
-
-    from looped.infer.backends import choose
+        raise LoopedError("backend 'triton' needs the package triton")
 
     hopper.setitem(choose._MAKERS, "triton", missing)
-    choice = choose_backend("auto", (16, 16), 64, torch.bfloat16, torch.device("cuda"))
-    assert choice.backend.name == "sdpa"
-    assert "not chosen: FlashAttention 2 needs pages of a multiple of 256" in choice.describe()
-    assert "not chosen: backend 'triton' needs the package triton" in choice.describe()
-    pages = choose_backend("auto", (256, 256), 64, torch.bfloat16, torch.device("cuda"))
-    assert pages.backend.name == "flash" and "not chosen" not in pages.describe()
+    choice = choose_backend("auto", (16, 16), 64, torch.bfloat16, CUDA)
+    assert choice.backend.name == "sdpa" and choice.describe().count("needs the package triton") == 1

@@ -76,7 +76,7 @@ def choose_backend(
         except LoopedError as error:
             refused.append(str(error))
             continue
-        return Choice(backend, "".join(f"; not chosen: {reason}" for reason in refused))
+        return Choice(backend, "".join(f"; not chosen: {reason}" for reason in dict.fromkeys(refused)))
     raise AssertionError("sdpa refuses nothing")
 
 
