@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from looped.decode import resolve_policy
 from looped.errors import LoopedError
@@ -80,7 +81,8 @@ class Engine:
         self._kill: list[int] = []
         self._cores = 0
         self._ahead = np.zeros(limits.max_num_seqs + 1, dtype=bool)
-        self._consumed = np.zeros(limits.max_num_seqs + 1, dtype=np.int64)
+        # By slot: pages its decode passes took at most, the newest known token's position, and the last one's.
+        self._consumed, self._position, self._last = np.zeros((3, limits.max_num_seqs + 1), dtype=np.int64)
         self._tally = Tally(self.policy.max_depth)
         late = options.exits == "device"
         fuse = late and options.mode == "refill" and limits.min_coda_batch == 1
@@ -234,15 +236,14 @@ class Engine:
         if plan.stage is Stage.CORE and len(slots) and not self.kv.supply(slots, self._consumed[slots], 1):
             return False
         if plan.stage is Stage.PRELUDE or plan.fused:
-            ahead = 1 if plan.fused else 0
-            positions = [self._bound(self._by_slot[slot], ahead) for slot in plan.slots]
-            return self.kv.grow(slots, np.array(positions, dtype=np.int32))
+            return self.kv.grow(slots, self._bounds(plan).astype(np.int32))
         return True
 
-    def _bound(self, sequence: EngineSequence, ahead: int = 0) -> int:
-        """Upper bound of the position that a sequence's current token has, `ahead` tokens from now."""
+    def _bounds(self, plan: Plan) -> NDArray[np.int64]:
+        """Upper bounds of the positions that a plan's rows are at, after it where it brings new tokens in."""
+        slots = list(plan.slots)
         unread = sum(ticket.samples for ticket in self._inflight)
-        return min(sequence.position + unread + ahead, sequence.last_position)
+        return np.minimum(self._position[slots] + unread + int(plan.fused), self._last[slots])
 
     def _run(self, plan: Plan) -> None:
         if self._kill:
@@ -317,14 +318,14 @@ class Engine:
         runner = self.runner
         if plan.stage in (Stage.PREFILL, Stage.RESTORE):
             self._seat(plan)
-        owners = {slot: self._by_slot[slot] for slot in plan.slots}
-        level = max((sequence.level for sequence in self._by_slot.values()), default=0)
+        owners = dict(self._by_slot)
+        level = max((sequence.level for sequence in owners.values()), default=0)
         if plan.stage is Stage.RESTORE:
             ticket = runner.restore(plan, owners[plan.slots[0]])
             self._foresee(plan)
         elif plan.stage is not Stage.PREFILL:
-            keys = max((self._bound(owner, int(plan.fused)) for owner in owners.values()), default=0) + 1
-            ticket = runner.decode(plan, owners, keys, level)
+            keys = self._bounds(plan).max(initial=0) + 1
+            ticket = runner.decode(plan, owners, int(keys), level)
         elif self.options.mix_prefill and self.scheduler.riding is not plan:
             runner.start_ride(plan, owners)
             self.scheduler.ride(plan)
@@ -342,6 +343,8 @@ class Engine:
             if self._by_slot.get(slot) is not sequence:
                 self._by_slot[slot] = sequence
                 self._consumed[slot] = sequence.spent = 0
+                # The last position whose K/V it can need: the token behind it is never run.
+                self._position[slot], self._last[slot] = sequence.position, sequence.job.max_len - 2
                 starting.append(sequence)
         if starting and plan.stage is Stage.PREFILL:
             self.runner.admit(starting)
@@ -365,7 +368,8 @@ class Engine:
             self.runner.save(sequence, tokens)
             job.prompt_len = tokens
         elif sequence.token_ids:
-            sequence.carry = self.runner.state.save_carry(job.slot)
+            if stage is not Stage.PREFILL:  # else it is running again, and the slot has no carry yet
+                sequence.carry = self.runner.state.save_carry(job.slot)
             sequence.rerun()
         else:
             sequence.prompt_depths = []
@@ -423,6 +427,7 @@ class Engine:
             if first and new.ok and ticket.plan.stage is Stage.PREFILL:
                 self.kv.publish(slot, sequence.job.prefix, len(sequence.prompt_ids))
             if output.token is not None:
+                self._position[slot] += 1
                 self._tally.add_token(new.depth, first=first)
                 if not first:
                     self._count(sequence, slot, ticket, new.depth)

@@ -65,11 +65,6 @@ class EngineSequence:
         """Position of the newest token known to the host, the one to run next."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
-    @property
-    def last_position(self) -> int:
-        """The last position whose K/V it can need: the token after it is never run."""
-        return self.job.max_len - 2
-
     def ends_with_next(self) -> bool:
         """Whether the next token is certainly the last one."""
         return self.position + 2 >= self.job.max_len
