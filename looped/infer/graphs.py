@@ -6,7 +6,6 @@ so a few graphs serve every batch size; loop steps differ by row, so there is no
 
 from __future__ import annotations
 
-import bisect
 import gc
 import time
 from collections.abc import Callable, Hashable
@@ -56,15 +55,6 @@ class Graphs:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
-
-    def bucket(self, n: int) -> int:
-        """The size a batch of `n` rows is padded to: the smallest bucket that holds it, `n` itself without graphs.
-
-        Raises `ValueError` above the largest bucket.
-        """
-        if n > self.buckets[-1]:
-            raise ValueError(f"{n} rows do not fit into the largest bucket of {self.buckets[-1]}")
-        return self.buckets[bisect.bisect_left(self.buckets, n)] if self.enabled else n
 
     def run(self, key: Hashable, stage: Stage) -> Outputs:
         """What `stage` returns: by replay where `key` was captured, by running it otherwise.

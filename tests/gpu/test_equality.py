@@ -5,6 +5,7 @@ float32 runs on `sdpa` and `triton`, half precision on `flash` and `triton`. See
 
 import collections
 import itertools
+import re
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_engine_equals_reference(family, layout, exits, backend, graphs, dtype, 
     made, engine = run(
         model, greedy(), work, kv=layout, exits=exits, backend=backend, graphs=graphs, **chosen, **settings
     )
-    assert (len(engine.graphs) > 0) == graphs
+    assert ("graphs off" in engine.describe()) != graphs
     check(model, work, made, dtype, **policy)
     depths = {depth for _, of_sequence in made for depth in of_sequence[1:]}
     assert len(depths) > 1
@@ -152,7 +153,7 @@ def test_graphs_change_nothing_to_the_bit(layout, exits):
     chosen, _ = policy_of("ouro", torch.float32, layout, GATES["ouro", exits])
     options = {"kv": layout, "exits": exits, "backend": "triton", "max_num_seqs": 4, **chosen}
     with_graphs, engine = run(model, greedy(24), work, graphs=True, **options)
-    assert f"CUDA graphs {len(engine.graphs)} captured" in engine.describe()
+    assert re.search(r"CUDA graphs [1-9]\d* captured", engine.describe())
     without, engine = run(model, greedy(24), work, graphs=False, **options)
     assert "CUDA graphs off" in engine.describe()
     assert with_graphs == without

@@ -20,15 +20,8 @@ def test_buckets_rise_to_the_largest_batch(max_rows):
     assert max(steps, default=0) <= 32
 
 
-def test_a_batch_goes_to_the_smallest_bucket_that_holds_it():
-    graphs = Graphs(CUDA, True, 64)
-    assert [graphs.bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 33, 63, 64)] == [1, 2, 4, 4, 8, 8, 16, 24, 40, 64, 64]
-    with pytest.raises(ValueError, match="65 rows do not fit into the largest bucket of 64"):
-        graphs.bucket(65)
-
-
 @pytest.mark.parametrize(("device", "enabled"), [(CPU, True), (CPU, False), (CUDA, False)])
-def test_without_graphs_nothing_is_padded_and_stages_run(device, enabled):
+def test_without_graphs_stages_run(device, enabled):
     graphs = Graphs(device, enabled, 64)
     ran = []
 
@@ -36,7 +29,6 @@ def test_without_graphs_nothing_is_padded_and_stages_run(device, enabled):
         ran.append(1)
         return (torch.tensor(len(ran)),)
 
-    assert [graphs.bucket(n) for n in (1, 3, 33, 64)] == [1, 3, 33, 64]
     graphs.capture("core", stage)
     assert not ran and len(graphs) == 0 and "core" not in graphs
     assert [int(graphs.run("core", stage)[0]) for _ in range(2)] == [1, 2]

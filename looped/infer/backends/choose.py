@@ -18,9 +18,9 @@ PREFERENCE = {"cuda": ("triton+flash", "triton", "sdpa")}
 class PairedBackend:
     """Decode on Triton, prefill on FlashAttention: each where it is the faster one.
 
-    Measured on an H200 (bfloat16, 16 heads of 128, a layer's K/V written and read): with contexts of 128 to 256 tokens
-    Triton decodes in 50 to 75 % of FlashAttention-3's time, around 1,000 they are even, and at 4,000 it takes up to
-    25 % longer; a chunk of 2,048 tokens behind 4,096 takes FlashAttention-3 half of Triton's time.
+    Measured on an H200 with bfloat16 and heads of 128, against FlashAttention-3: Triton decodes contexts of up to 256
+    tokens in 50 to 75 % of its time, is even at 1,000 and takes up to 30 % longer at 4,000; of prompts in chunks of
+    2,048 tokens FlashAttention-3 takes two thirds of Triton's time, half with 4,096 tokens before them.
     """
 
     name = "triton+flash"
