@@ -124,12 +124,12 @@ class Stages:
         noise = model.init_state(state.seed[at], positions)
         h, injection = model.prelude(state.token[at], positions, self._outer_attend(at, positions), noise)
         state.h[at] = h
-        state.step[at] = 0
+        state.step.index_fill_(0, at, 0)  # a plain assignment would copy its number from the host
         state.move(at, CORE, self.tick)
         if state.injection is not None and injection is not None:
             state.injection[at] = injection
         if state.exited is not None:
-            state.exited[at] = False
+            state.exited.index_fill_(0, at, False)
         if self.gate is None:
             return None
         carry = state.carry_rows(at) if self.gate.uses_carry else None
@@ -182,7 +182,7 @@ class Stages:
         first = torch.where(exits & ~state.exited[at], at, 0)
         state.exit_h[first] = state.h[first]
         state.depth[first] = state.step[first]
-        state.exited[first] = True
+        state.exited.index_fill_(0, first, True)
 
     def coda(self, at: Tensor, level: int) -> Sampled:
         """The layers after the core, the head, and the next token of every row."""
