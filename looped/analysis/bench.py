@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from looped.analysis.step import StepOptions, run_step
 from looped.options import option
 from looped.progress import last_json
 
@@ -148,4 +149,4 @@ def _bound_lines(result: OfflineResult) -> list[str]:
     return [*lines, result.agreement]
 
 
-VERBS = {"offline": (OfflineOptions, run_offline)}
+VERBS = {"offline": (OfflineOptions, run_offline), "step": (StepOptions, run_step)}
