@@ -122,9 +122,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised K/V. Raises `LoopedError` where it does not fit."""
+    """K/V: zeros on a GPU, where a library may read a last page whole and NaN times 0 is NaN; uninitialised on a CPU,
+    where a page takes memory once it is touched. Raises `LoopedError` where it does not fit."""
     try:
-        return torch.empty(shape, dtype=dtype, device=device)
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        return make(shape, dtype=dtype, device=device)
     except (MemoryError, RuntimeError) as error:
         size = dtype.itemsize * float(torch.Size(shape).numel()) / 2**20
         raise LoopedError(

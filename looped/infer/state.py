@@ -94,8 +94,8 @@ class DeviceState:
         for column, values in zip(columns, whole.unbind(1), strict=True):
             column[at] = values
         self.threshold[at] = upload([init.threshold for init in inits], torch.float64, self.device)
-        self.index[at] = 0
-        self.phase[at] = IDLE
+        self.index.index_fill_(0, at, 0)
+        self.phase.index_fill_(0, at, IDLE)
 
     def resume(self, rows: Sequence[Resume]) -> None:
         """Let sequences whose K/V were computed again go on with their newest token."""
@@ -105,11 +105,11 @@ class DeviceState:
             column[at] = values
         for column, parts in zip(self.carry, zip(*(row.carry for row in rows), strict=True), strict=True):
             column[at] = torch.stack(parts).to(self.device, non_blocking=True)
-        self.phase[at] = PRELUDE
+        self.phase.index_fill_(0, at, PRELUDE)
 
     def idle(self, slots: Sequence[int]) -> None:
         """Take slots out of every queue: their sequences were ended by the host."""
-        self.phase[upload(slots, torch.long, self.device)] = IDLE
+        self.phase.index_fill_(0, upload(slots, torch.long, self.device), IDLE)
 
     def select(self, phase: int, rows: int) -> Tensor:
         """The slots that stand in a queue, those that have waited longest first: [rows], padded with slot 0."""
