@@ -19,9 +19,12 @@ from torch import Tensor
 from looped.decode import DecodePolicy
 from looped.gates import Entry, Gate, Params
 from looped.infer.backends import Piece, PrefillBatch
-from looped.infer.stages import Sampled, Stages
+from looped.infer.stages import PROMPT_BUCKETS, Sampled, Stages
 from looped.infer.transfer import upload
 from looped.model.attention import Attend, dense_causal
+
+# Keys that the rows of short prompts may read, all together: more is read faster in tiles.
+MAX_SHORT_KEYS = 1 << 16
 
 
 class PromptPiece(NamedTuple):
@@ -102,10 +105,31 @@ class Prompts:
 
     def run(self, pieces: Sequence[PromptPiece], level: int) -> Prefilled:
         """All of it at once."""
+        if self._short(pieces):
+            return self._row_by_row(pieces, level)
         batch = self.start(pieces)
         for _ in range(self.policy.max_depth):
             self.loop(batch)
         return self.finish(batch, level)
+
+    def _short(self, pieces: Sequence[PromptPiece]) -> bool:
+        """Whether a batch is better run row by row, in one graph: it is small, and its launches would cost more than
+        reading its few keys for every row again."""
+        if not self.stages.pads or self.policy.prefill is not None or any(piece.depths for piece in pieces):
+            return False
+        rows = sum(len(piece.token_ids) for piece in pieces)
+        keys = sum(len(piece.token_ids) * (piece.start + len(piece.token_ids)) for piece in pieces)
+        return rows <= PROMPT_BUCKETS[-1] and keys <= MAX_SHORT_KEYS
+
+    def _row_by_row(self, pieces: Sequence[PromptPiece], level: int) -> Prefilled:
+        batch = PromptBatch(pieces, self.stages, None)
+        for piece in pieces:
+            self.kv.cover_prompt(piece.slot, piece.start, piece.start + len(piece.token_ids))
+        tokens = np.concatenate([piece.token_ids for piece in pieces])
+        last = [(stop - 1, piece.slot) for stop, piece in zip(batch.stops, pieces, strict=True) if piece.sample]
+        ends = np.array(last, dtype=np.int64).reshape(-1, 2).T
+        values = self.stages.on_prompts(np.stack((batch.slots, batch.positions, tokens)), ends, level)
+        return Prefilled(Sampled(*values) if last else None, batch.depths)  # type: ignore[arg-type]
 
     def start(self, pieces: Sequence[PromptPiece]) -> PromptBatch:
         """Pages and the prelude."""

@@ -22,7 +22,7 @@ from looped.infer.request import SamplingParams
 from looped.infer.sampler import Sampler
 from looped.infer.scheduler import Chunk, Limits, Plan, Stage
 from looped.infer.sequence import EngineSequence, Saved
-from looped.infer.stages import Stages
+from looped.infer.stages import PROMPT_BUCKETS, Stages
 from looped.infer.state import CODA, CORE, PHASE_OF, PRELUDE, DeviceState, Resume, SlotInit
 from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
@@ -135,7 +135,11 @@ class Runner:
         """CUDA graphs of the decode stages, for rows of slot 0: largest batches first."""
         samples = (Stage.CORE,) if self.fuse else (Stage.CODA,)
         kinds = (Stage.PRELUDE, Stage.CORE) if self.fuse else (Stage.PRELUDE, Stage.CORE, Stage.CODA)
+        none = np.zeros((3, 0), dtype=np.int64)
         with self.stages.capturing():
+            for size in reversed(PROMPT_BUCKETS if self.policy.prefill is None else ()):
+                for level in CAPTURED_LEVELS:
+                    self.stages.on_prompts(np.zeros((3, size), dtype=np.int64), none[:2], level)
             for rows in sorted(self.graphs.buckets, reverse=True):
                 for stage in kinds:
                     plan = Plan(stage, (0,) * rows, rows=rows, fused=self.fuse and stage is Stage.CORE)

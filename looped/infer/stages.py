@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from looped.decode import DecodePolicy
@@ -30,6 +32,10 @@ from looped.model.attention import Attend, dense_causal
 
 if TYPE_CHECKING:
     from looped.infer.prompts import Riders
+
+
+# Sizes to which the rows of short prompts are padded.
+PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 class Sampled(NamedTuple):
@@ -68,6 +74,9 @@ class Stages:
         # The slots of a host-picked batch, where graphs look for them; and how many launches there were.
         self._slots = torch.zeros(state.num_slots, dtype=torch.long, device=device)
         self.tick = torch.zeros(1, dtype=torch.long, device=device)
+        # Rows of short prompts: slots, positions, tokens; and which of them ask for the next token, with their slots.
+        sizes = (3, PROMPT_BUCKETS[-1]), (2, state.num_slots)
+        self._prompt, self._ends = (torch.zeros(size, dtype=torch.long, device=device) for size in sizes)
         self._max_len = 0
         self._capturing = False
 
@@ -93,6 +102,24 @@ class Stages:
         """Run a stage on up to `rows` slots of a queue that the device picks; what waits beyond them stays."""
         rows = self.bucket(max(rows, 1))
         return self._launch((name, "device", rows), max_len, lambda: run(self.state.select(phase, rows)))
+
+    @property
+    def pads(self) -> bool:
+        """Whether batches are padded to the sizes of graphs."""
+        return self._pad
+
+    def on_prompts(self, rows: NDArray[np.int64], ends: NDArray[np.int64], level: int) -> tuple[Tensor | None, ...]:
+        """Run short prompts row by row: `rows` [3, N] are slots, positions and tokens; `ends` [2, B] the rows that ask
+        for the next token, and their slots. Returns the fields of `Sampled`."""
+        size = PROMPT_BUCKETS[bisect.bisect_left(PROMPT_BUCKETS, rows.shape[1])]
+        asking = min(size, self.state.num_slots - 1)
+        padded = np.zeros((3, size), dtype=np.int64), np.zeros((2, asking), dtype=np.int64)
+        padded[0][:, : rows.shape[1]], padded[1][:, : ends.shape[1]] = rows, ends
+        prompt, last = self._prompt[:, :size], self._ends[:, :asking]
+        prompt.copy_(upload(padded[0], torch.long, self.model.device))
+        last.copy_(upload(padded[1], torch.long, self.model.device))
+        key = (f"prompts-{level}", size)
+        return self._launch(key, self.kv.max_len, lambda: self.prompts(prompt, last, level))
 
     def _launch(
         self, key: tuple[object, ...], max_len: int, run: Callable[[], tuple[Tensor | None, ...]]
@@ -200,6 +227,24 @@ class Stages:
         sampled = self.coda(out, level)
         self.prelude(torch.where(self.state.phase[out] == PRELUDE, out, 0))
         return sampled
+
+    def prompts(self, rows_3N: Tensor, ends_2B: Tensor, level: int) -> Sampled:
+        """All stages of short prompts, every token a row of its own. Rows that end a prompt sample its first token."""
+        model, (slots, positions, tokens), (last, at) = self.model, rows_3N, ends_2B
+
+        def attend(pool: Pool | None, plane: int) -> Attend:
+            if pool is None:
+                return dense_causal
+            planes = torch.full_like(slots, plane)
+            return self.backend.decode(pool, DecodeBatch(slots, planes, positions, self._max_len, packed=True))
+
+        noise = model.init_state(self.state.seed[slots], positions)
+        h, injection = model.prelude(tokens, positions, attend(self.kv.outer, 0), noise)
+        for step in range(1, self.max_loops + 1):
+            h = model.core(h, injection, positions, step, attend(self.kv.core, self.policy.layout.write_plane(step)))
+        logits = model.coda(h, positions, attend(self.kv.outer, 0), rows=last)
+        depths = torch.full_like(at, self.max_loops)
+        return self.sample(at, h[last], logits, positions[last], depths, level)
 
     def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
         """Choose the tokens behind `positions` and leave everything their own passes need."""

@@ -18,6 +18,9 @@ class DecodeBatch(NamedTuple):
 
     Padding rows have slot 0 and position 0; there may be several. The tensors may be static buffers of a CUDA graph:
     a backend looks at their values on the device only (`sdpa` apart, which no graph captures on a CPU).
+
+    `packed` batches have several rows of a sequence, at different positions: the tokens of short prompts. Their K/V
+    are all stored before any row reads.
     """
 
     slots: Tensor
@@ -25,6 +28,7 @@ class DecodeBatch(NamedTuple):
     positions: Tensor
     max_len: int
     """No row has more keys than this (positions + 1): an upper bound known to the host."""
+    packed: bool = False
 
 
 class Piece(NamedTuple):

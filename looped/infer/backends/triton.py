@@ -71,6 +71,8 @@ class TritonBackend:
             kv, heads = pool.layer(layer), q_NHK.shape[1]
             if scratch is None:  # the pool does not know how many query heads there are
                 scratch = make_scratch(len(q_NHK), heads, kv, batch.max_len, multiprocessors(kv.device))
+            if batch.packed:  # rows read each other's K/V; the kernel then stores the same once more
+                write_kv(kv, table, page_size, batch.slots, batch.planes, batch.positions, k_NGK, v_NGK)
             run = decode_heads if heads == kv_heads else decode_groups
             return run(kv, table, page_size, batch, scratch, q_NHK, k_NGK, v_NGK)
 
