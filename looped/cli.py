@@ -37,6 +37,7 @@ VERBS = {
     "serve": Verb("looped.server.serve", "OpenAI-compatible HTTP server over the engine", "serve"),
     "eval": Verb("looped.eval.run", "score a model on a task under a KV layout and a gate", "eval"),
     "bench": Verb("looped.analysis.bench", "measure the engine against its bound"),
+    "record": Verb("looped.analysis.record", "exits of reference answers at every threshold, to replay in a bench"),
     "trace": Verb("looped.analysis.trace", "a run's schedule, stage by stage, with or without a model"),
     "train-gate": Verb("looped.train.gate", "distil an exit gate on a frozen model", "train"),
     "train": Verb("looped.train.pretrain", "train a looped model from a recipe", "train"),

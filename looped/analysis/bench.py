@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from looped.analysis.offline_text import table
 from looped.analysis.step import StepOptions, run_step
+from looped.errors import LoopedError
 from looped.options import option
 from looped.progress import last_json
 
 if TYPE_CHECKING:
-    from looped.analysis.offline import OfflineResult, Setup
+    from looped.analysis.offline import Setup
+    from looped.analysis.worklist import WorkList
     from looped.gates import Gate
     from looped.model import LoopedLM
 
@@ -23,64 +26,109 @@ HAZARD_THRESHOLD = 0.5
 class OfflineOptions:
     """One work list under cb, no-refill and refill: tokens a second against the bound on the speedup."""
 
-    model: str = option("tiny-ouro", "name, hub id or folder")
+    model: str | None = option(None, "name, hub id or folder; tiny-ouro when neither this nor --random is given")
+    random: str | None = option(None, "random weights of a public shape: ouro-1.4b, ouro-2.6b, huginn-3.5b, micro-…")
     kv: str | None = option(None, "KV layout; the model's own when left out")
     gate: str | None = option(None, "exit gate; the model's own when left out")
     threshold: float | None = option(None, "exit threshold; the gate's own when left out")
     max_loops: int | None = option(None, "R, the loop steps the model is run with")
+    exits: Literal["sync", "lookahead", "device"] = option("sync", "how the host learns of exits")
     max_num_seqs: int = option(8, "W, sequences active at once")
     min_coda_batch: int | None = option(None, "K, exits before the coda runs; 1 for fully looped models, else W // 4")
+    max_num_batched_tokens: int = option(8192, "M, prompt tokens of a prefill batch")
+    min_free_slots: int | None = option(None, "S, free slots before a prefill interrupts decode; max(1, W // 8)")
     num_requests: int = option(16, "requests in the work list")
-    prompts: Path | None = option(None, "file of prompts (eval/workloads/README.md); word problems when left out")
+    prompts: Path | None = option(
+        None, "alpaca, sharegpt, arxiv, several joined by +, or a file (eval/workloads/README.md); else word problems"
+    )
     input_len: int | None = option(None, "random token ids of this length as prompts")
     output_len: int | None = option(
         None, "new tokens of every request; the file's, or those of the solution, when left out"
     )
     ignore_eos: bool = option(True, "generate the full length, so that every scheduler does the same work")
-    replay_depths: str = option("none", "exit depths to replay in place of the gate: uniform, or 2:0.5,3:0.3,4:0.2")
+    replay_depths: str = option(
+        "none", "exits to replay in place of the gate: uniform, 2:0.5,3:0.3,4:0.2, lists, or a file of them"
+    )
+    replay_threshold: float | None = option(None, "threshold at which a file of `looped record` is read; its own")
+    record_exits: Path | None = option(None, "write the depths of the last scheduler's tokens to this .jsonl file")
     modes: tuple[Literal["cb", "no-refill", "refill"], ...] = option(("cb", "no-refill", "refill"), "schedulers")
     repeats: int = option(5, "rounds; the schedulers take turns in each")
     max_seconds: float | None = option(28.0, "start no round that would end later; `none` runs all of them")
+    latencies: Path | None = option(None, "what `looped bench step --out` wrote: compare with the schedule it allows")
+    profile: Path | None = option(None, "write a chrome trace of 50 steady steps of each scheduler; also GPU idle time")
     seed: int = option(0, "seed of prompts and replayed depths")
+    max_len: int | None = option(None, "context the engine is built for; the model's when left out")
+    num_pages: int | None = option(None, "core pages of each engine's KV pool; what the list needs when left out")
+    page_size: int | None = option(None, "tokens a page")
+    preemption: Literal["auto", "recompute", "offload", "off"] = option("auto", "what makes room in a full pool")
+    mix_prefill: bool = option(False, "prompt pieces ride along with core steps (not cb)")
+    chunk_size: int | None = option(None, "prompts are cut at its multiples")
+    backend: str = option("auto", "attention backend")
+    graphs: bool = option(True, "CUDA graphs")
     device: str | None = option(None, "cpu or cuda; the first GPU, else the CPU, when left out")
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "type of weights and KV")
+    dtype: Literal["float32", "bfloat16", "float64"] | None = option(
+        None, "type of weights and KV; bfloat16 on a GPU, else float32, when left out"
+    )
+    out: Path | None = option(None, "write the result as JSON to this file")
     json: bool = option(False, "end with one line of JSON")
 
 
 def run_offline(options: OfflineOptions) -> int:
-    from looped.analysis.offline import measure
+    import json
 
+    from looped.analysis.offline import measure_all
+    from looped.files import write_text
+    from looped.progress import plain
+
+    for path in (options.record_exits, options.out, options.profile):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise LoopedError(f"{path} cannot be written: there is no folder {path.resolve().parent}")
+    if options.record_exits is not None and options.modes[-1:] == ("cb",):
+        raise LoopedError(
+            "--record-exits takes the depths of the last of --modes, and cb runs every token at full depth"
+        )
     setup, notes = prepare(options)
     for note in notes:
         print(note)
-    result = measure(setup, options.modes, options.repeats, options.max_seconds)
-    print(table(result))
+    measured = measure_all(setup, options.modes, options.repeats, options.max_seconds, trace=options.profile)
+    print(table(measured.result))
+    if options.record_exits is not None:
+        rows = (json.dumps({"depths": depths}) + "\n" for depths in measured.depths)
+        write_text(options.record_exits, "".join(rows))
+    if options.out is not None:
+        write_text(options.out, json.dumps(plain(measured.result), indent=1, allow_nan=False) + "\n")
     if options.json:
-        last_json(result)
+        last_json(measured.result)
     return 0
 
 
 def prepare(options: OfflineOptions) -> tuple[Setup, list[str]]:
     """The bench's setup, and in words what was chosen for the user. Raises `LoopedError` for a wrong option."""
-    from looped.analysis import worklist
+    from looped.analysis import latency, worklist
+    from looped.analysis.chosen import choose_model
     from looped.analysis.offline import Setup
-    from looped.model import load
+    from looped.infer.options import EngineOptions
 
-    model = load(options.model, device=options.device, dtype=options.dtype, max_loops=options.max_loops)
+    latencies = None if options.latencies is None else latency.read(options.latencies)
+    model = choose_model(
+        options.model, options.random, options.device, options.dtype, options.max_loops, options.max_len
+    )
     work = worklist.build(
         model, options.num_requests, options.prompts, options.input_len, options.output_len, options.seed
     )
-    gate, threshold, notes = _gate(options, model)
-    if options.replay_depths != "none":
-        from looped.errors import LoopedError
-        from looped.gates import ReplayGate
-
-        if options.gate is not None or options.threshold is not None:
-            raise LoopedError("--replay-depths takes the place of the gate: leave out --gate and --threshold")
-        shares = worklist.parse_depths(options.replay_depths, model.config.max_loops)
-        gate, threshold = ReplayGate(worklist.draw_depths(work, shares, options.seed)), None
-        shown = ", ".join(f"{depth}: {share:g}" for depth, share in sorted(shares.items()))
-        notes = [f"replayed exit depths, drawn per token from {shown} with seed {options.seed}"]
+    gate, threshold, notes = _exits(options, model, work)
+    engine = EngineOptions(
+        exits=options.exits,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        min_free_slots=options.min_free_slots,
+        num_pages=options.num_pages,
+        page_size=options.page_size,
+        preemption=options.preemption,
+        mix_prefill=options.mix_prefill,
+        chunk_size=options.chunk_size,
+        backend=options.backend,
+        graphs=options.graphs,
+    )
     setup = Setup(
         model,
         work,
@@ -91,8 +139,25 @@ def prepare(options: OfflineOptions) -> tuple[Setup, list[str]]:
         options.min_coda_batch,
         options.ignore_eos,
         options.seed,
+        engine,
+        latencies,
     )
     return setup, notes
+
+
+def _exits(options: OfflineOptions, model: LoopedLM, work: WorkList) -> tuple[Gate, float | None, list[str]]:
+    """What decides when a token leaves: the depths to replay, or a gate with its threshold."""
+    from looped.analysis.replay import replayed
+    from looped.gates import ReplayGate
+
+    if options.replay_depths == "none":
+        if options.replay_threshold is not None:
+            raise LoopedError("--replay-threshold needs a file of `looped record` as --replay-depths")
+        return _gate(options, model)
+    if options.gate is not None or options.threshold is not None:
+        raise LoopedError("--replay-depths takes the place of the gate: leave out --gate and --threshold")
+    depths, note = replayed(options.replay_depths, work, model.config.max_loops, options.replay_threshold, options.seed)
+    return ReplayGate(depths), None, [note]
 
 
 def _gate(options: OfflineOptions, model: LoopedLM) -> tuple[Gate, float | None, list[str]]:
@@ -105,48 +170,6 @@ def _gate(options: OfflineOptions, model: LoopedLM) -> tuple[Gate, float | None,
         note = f"{model.name} comes with threshold {default:g}, at which nothing exits; measured at {HAZARD_THRESHOLD}"
         return gate, HAZARD_THRESHOLD, [note]
     return gate, options.threshold, []
-
-
-def table(result: OfflineResult) -> str:
-    """The result for a terminal."""
-    told = result.settings
-    gate = told["gate"] or "no gate"
-    if told["gate"] and told["gate"] != "replay":
-        gate = f"{gate} gate at {told['threshold']:g}"
-    lines = [
-        f"{told['model']} (R {told['max_loops']}), {told['kv']} layout, {gate}, {told['device']}, {told['dtype']}, "
-        f"{told['threads']} threads",
-        f"{told['num_requests']} requests ({told['work_list']}), {result.prompt_tokens} prompt tokens, {result.tokens} "
-        f"generated, W {told['max_num_seqs']}, K {told['min_coda_batch']}, {result.rounds} rounds",
-        "",
-        f"{'scheduler':<10} {'tok/s':>8} {'spread':>7} {'x cb':>6} {'of S_e2e':>9} {'core batch':>11}",
-    ]
-    for name, mode in result.modes.items():
-        speedup = "" if mode.speedup is None else f"{mode.speedup:.2f}"
-        realised = "" if mode.realised is None else f"{mode.realised:.0%}"
-        batch = f"{mode.mean_core_batch:.1f}"
-        lines.append(f"{name:<10} {mode.tok_s:>8.1f} {mode.spread:>7.1%} {speedup:>6} {realised:>9} {batch:>11}")
-    return "\n".join([*lines, "", *_bound_lines(result)])
-
-
-def _bound_lines(result: OfflineResult) -> list[str]:
-    total = max(1, sum(result.depth_counts))
-    exits = ", ".join(f"{depth}: {count / total:.0%}" for depth, count in enumerate(result.depth_counts) if depth)
-    lines = [
-        f"mean depth {result.mean_depth:.2f} ({result.mean_depth_with_first:.2f} with first tokens); exits at {exits}",
-        f"S_dec {result.s_dec:.3f}",
-    ]
-    if result.s_e2e is not None and result.prefill_share is not None:
-        lines[1] = (
-            f"prefill takes {result.prefill_share:.1%} of cb's time, so S_dec {result.s_dec:.3f} becomes "
-            f"S_e2e {result.s_e2e:.3f}"
-        )
-        strict = result.decode_only
-        lines.append(
-            f"without first tokens (the prefill's own): S_dec {strict.s_dec:.3f}, S_e2e {strict.s_e2e or 0:.3f}, "
-            f"realised {strict.realised or 0:.0%}"
-        )
-    return [*lines, result.agreement]
 
 
 VERBS = {"offline": (OfflineOptions, run_offline), "step": (StepOptions, run_step)}

@@ -5,6 +5,8 @@ Continuous depth batching, section 5: eq. 1 bounds the speedup of decode, eq. 2 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from looped.config import ModelConfig
 from looped.errors import LoopedError
 
@@ -18,6 +20,21 @@ def decode_bound(config: ModelConfig, mean_depth: float) -> float:
     if not 1.0 <= mean_depth <= config.max_loops:
         raise LoopedError(f"a mean depth lies between 1 and max_loops = {config.max_loops}, got {mean_depth}")
     return config.speedup_bound(mean_depth)
+
+
+def attention_bound(config: ModelConfig, passes: Iterable[tuple[int, int]]) -> float:
+    """Eq. 1 with the FLOPs of attention counted: `passes` are the (exit depth, context) of each token.
+
+    A layer spends 2 FLOPs a parameter, and 4 H K on each key that a token reads, its own included.
+    """
+    per_key = 4 * config.num_heads * config.head_dim
+    outer, core = (config.num_layers - config.num_core_layers) * per_key, config.num_core_layers * per_key
+    full = adaptive = 0.0
+    for depth, context in passes:
+        once, step = 2 * config.boundary_params + outer * context, 2 * config.core_params + core * context
+        full += once + config.max_loops * step
+        adaptive += once + depth * step
+    return full / adaptive if adaptive else 1.0
 
 
 def end_to_end_bound(prefill_share: float, s_dec: float) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from looped.analysis.lengths import draw, fits_of
+from looped.analysis.workfiles import Row, read_rows
 from looped.errors import LoopedError
 from looped.files import find
 from looped.model import LoopedLM
@@ -23,10 +22,11 @@ DEFAULT_OUTPUT_LEN = 32
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request: its prompt and how many tokens it generates."""
+    """One request: its prompt and how many tokens it generates; `reference` is the answer that a data set gives."""
 
     prompt_ids: tuple[int, ...]
     output_len: int
+    reference: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def build(
 ) -> WorkList:
     """`num_requests` requests for a model.
 
-    From a file of prompts if one is given (repeated from its start when it is shorter), else random token ids if
+    From `prompts` if given: `alpaca`, `sharegpt`, `arxiv` (or several joined by `+`), whose lengths are drawn, or a
+    file (repeated from its start when it is shorter). Else random token ids if
     `input_len` is given or the model has no tokenizer, else word problems with outputs as long as their solutions.
     `output_len` overrides these lengths.
     Raises `LoopedError` for a damaged file and for requests that do not fit the model's context.
@@ -69,14 +70,17 @@ def build(
     if prompts is not None:
         if input_len is not None:
             raise LoopedError("--prompts gives the prompts, --input-len makes random ones: give one of the two")
-        path = find(prompts, "work list")
-        rows = list(_read(path, model, output_len, _generator(seed)))
-        if not rows:
-            raise LoopedError(f"{path} holds no requests")
-        items, source = itertools.islice(itertools.cycle(rows), num_requests), path.name
+        fits = fits_of(str(prompts))
+        if fits is not None:
+            pairs, rng = itertools.islice(draw(fits, generator(seed)), num_requests), generator(seed + 1)
+            items = (WorkItem(_random_ids(model, a, rng), output_len or b) for a, b in pairs)
+            source = f"{prompts}: lengths from log-normal fits, seed {seed}"
+        else:
+            path = find(prompts, "work list")
+            items, source = _from_file(path, model, num_requests, output_len, generator(seed)), path.name
     elif input_len is not None or model.tokenizer is None:
         length = input_len or DEFAULT_INPUT_LEN
-        rng = _generator(seed)
+        rng = generator(seed)
         drawn = (_random_ids(model, length, rng) for _ in range(num_requests))
         items = (WorkItem(ids, output_len or DEFAULT_OUTPUT_LEN) for ids in drawn)
         source = f"random token ids, {length} a prompt"
@@ -88,13 +92,13 @@ def build(
     return work
 
 
-def _generator(seed: int) -> np.random.Generator:
+def generator(seed: int) -> np.random.Generator:
     """Numbers of a seed of 64 bits, negative ones included, which numpy refuses as they are."""
     return np.random.default_rng(seed % (1 << 64))
 
 
 def _random_ids(model: LoopedLM, length: int, rng: np.random.Generator) -> tuple[int, ...]:
-    return tuple(int(i) for i in rng.integers(0, model.config.vocab_size, length))
+    return tuple(rng.integers(0, model.config.vocab_size, length).tolist())
 
 
 def _word_problems(tokenizer: Tokenizer, num_requests: int, output_len: int | None, seed: int) -> Iterator[WorkItem]:
@@ -103,8 +107,8 @@ def _word_problems(tokenizer: Tokenizer, num_requests: int, output_len: int | No
     for problem in itertools.islice(eval_problems("trained", f"prompts/{seed}"), num_requests):
         prompt = problem.prompt()
         solution = problem.document().removeprefix(prompt)
-        length = output_len or len(tokenizer.encode(solution, add_special_tokens=False))
-        yield WorkItem(tuple(tokenizer.encode(prompt)), length)
+        reference = tuple(tokenizer.encode(solution, add_special_tokens=False))
+        yield WorkItem(tuple(tokenizer.encode(prompt)), output_len or len(reference), reference)
 
 
 def _check(work: WorkList, model: LoopedLM) -> None:
@@ -116,74 +120,29 @@ def _check(work: WorkList, model: LoopedLM) -> None:
         )
 
 
-def _read(path: Path, model: LoopedLM, output_len: int | None, rng: np.random.Generator) -> Iterator[WorkItem]:
-    """Rows of a JSONL file (`prompt` or `prompt_ids`, and `output_len`), or of a JSON object with length `pairs`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            for pair in _pairs(json.loads(text), path):
-                yield WorkItem(_random_ids(model, pair[0], rng), output_len or pair[1])
-            return
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise LoopedError(f"{path} is not valid JSON ({error})") from error
-    for number, row in enumerate(rows, start=1):
-        yield _item(row, f"{path}, row {number}", model, output_len)
+def _length(row: Row) -> int:
+    """Tokens of a request that has its answer with it."""
+    return len(row.reference) + (row.prompt if isinstance(row.prompt, int) else len(row.prompt))
 
 
-def _pairs(content: Any, path: Path) -> list[list[int]]:
-    pairs = content.get("pairs") if isinstance(content, dict) else None
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) and n > 0 for n in pair) for pair in pairs
-    ):
-        raise LoopedError(f'{path} must hold {{"pairs": [[prompt tokens, output tokens], ...]}}')
-    return pairs
+def _from_file(
+    path: Path, model: LoopedLM, num_requests: int, output_len: int | None, rng: np.random.Generator
+) -> list[WorkItem]:
+    """The first requests of a file, without those of a data set that are too long; repeated from its start where it
+    has fewer."""
 
+    def encode(text: str, special: bool) -> list[int]:
+        if model.tokenizer is None:
+            raise LoopedError(f"{model.name} has no tokenizer: give `prompt_ids` or `prompt_len` in place of texts")
+        return model.tokenizer.encode(text) if special else model.tokenizer.encode(text, add_special_tokens=False)
 
-def _item(row: Any, where: str, model: LoopedLM, output_len: int | None) -> WorkItem:
-    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_ids" in row):
-        raise LoopedError(f"{where}: give a column `prompt` (text) or `prompt_ids` (token ids)")
-    length = output_len if output_len is not None else row.get("output_len", DEFAULT_OUTPUT_LEN)
-    if not isinstance(length, int) or length < 1:
-        raise LoopedError(f"{where}: `output_len` must be a whole number of at least 1, got {length!r}")
-    if "prompt_ids" in row:
-        ids = row["prompt_ids"]
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-            raise LoopedError(f"{where}: `prompt_ids` must be a list of token ids")
-    elif not isinstance(row["prompt"], str):
-        raise LoopedError(f"{where}: `prompt` must be text")
-    elif model.tokenizer is None:
-        raise LoopedError(f"{model.name} has no tokenizer: give `prompt_ids` in place of `prompt`")
-    else:
-        ids = model.tokenizer.encode(row["prompt"])
-    return WorkItem(tuple(ids), length)
-
-
-def parse_depths(text: str, max_loops: int) -> dict[int, float]:
-    """A distribution over exit depths: `uniform`, or depth:share pairs such as `2:0.5,3:0.3,4:0.2`.
-
-    Raises `LoopedError` for a depth outside 1..R, a negative share, or shares that do not sum to 1.
-    """
-    if text.strip() == "uniform":
-        return {depth: 1 / max_loops for depth in range(1, max_loops + 1)}
-    shares: dict[int, float] = {}
-    for part in text.split(","):
-        depth, _, share = part.partition(":")
-        try:
-            shares[int(depth)] = float(share)
-        except ValueError:
-            raise LoopedError(
-                f"--replay-depths takes `uniform` or pairs such as 2:0.5,3:0.3,4:0.2, got {text!r}"
-            ) from None
-    if not all(1 <= depth <= max_loops for depth in shares):
-        raise LoopedError(f"--replay-depths {text}: depths must be between 1 and {max_loops}")
-    if min(shares.values()) < 0 or not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
-        raise LoopedError(f"--replay-depths {text}: shares must be at least 0 and sum to 1")
-    return shares
-
-
-def draw_depths(work: WorkList, shares: dict[int, float], seed: int) -> list[list[int]]:
-    """One exit depth for every token of every request, independent draws; entry 0, the prefill's, is not used."""
-    rng = _generator(seed)
-    depths, p = np.array(list(shares)), np.array(list(shares.values()))
-    return [rng.choice(depths, item.output_len, p=p / p.sum()).tolist() for item in work.items]
+    room = model.config.max_positions
+    fitting = (row for row in read_rows(path, encode) if not row.reference or _length(row) <= room)
+    rows = list(itertools.islice(fitting, num_requests))
+    if not rows:
+        raise LoopedError(f"{path} holds no requests")
+    items = []
+    for row in itertools.islice(itertools.cycle(rows), num_requests):
+        ids = _random_ids(model, row.prompt, rng) if isinstance(row.prompt, int) else row.prompt
+        items.append(WorkItem(ids, output_len or row.output_len or DEFAULT_OUTPUT_LEN, row.reference))
+    return items

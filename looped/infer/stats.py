@@ -20,6 +20,10 @@ class StageStats:
     rows: int = 0
     seconds: float = 0.0
 
+    def since(self, earlier: StageStats) -> StageStats:
+        """What came after an earlier count."""
+        return StageStats(self.batches - earlier.batches, self.rows - earlier.rows, self.seconds - earlier.seconds)
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -37,6 +41,28 @@ class Stats:
     preemptions: int
     stages: dict[Stage, StageStats]
     kv: KVUsage
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier`, a state of the same engine; its KV pool is as it is now."""
+
+        def rest(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a - b for a, b in zip(now, then, strict=True))
+
+        return Stats(
+            self.prompt_tokens - earlier.prompt_tokens,
+            self.first_tokens - earlier.first_tokens,
+            self.decode_tokens - earlier.decode_tokens,
+            rest(self.depth_counts, earlier.depth_counts),
+            rest(self.prompt_depth_counts, earlier.prompt_depth_counts),
+            self.preemptions - earlier.preemptions,
+            {stage: of.since(earlier.stages[stage]) for stage, of in self.stages.items()},
+            self.kv,
+        )
+
+    @property
+    def loop_steps(self) -> int:
+        """Loop steps of the decode tokens: the sum of their exit depths."""
+        return sum(depth * count for depth, count in enumerate(self.depth_counts))
 
     @property
     def tokens(self) -> int:
@@ -56,16 +82,14 @@ class Stats:
     @property
     def mean_depth(self) -> float:
         """Mean exit depth of the decode tokens; NaN without any."""
-        total = sum(depth * count for depth, count in enumerate(self.depth_counts))
-        return total / self.decode_tokens if self.decode_tokens else float("nan")
+        return self.loop_steps / self.decode_tokens if self.decode_tokens else float("nan")
 
     @property
     def mean_depth_with_first(self) -> float:
         """The same with each request's first token at full depth, as the paper's bound counts."""
         if not self.tokens:
             return float("nan")
-        total = sum(depth * count for depth, count in enumerate(self.depth_counts))
-        return (total + self.first_tokens * (len(self.depth_counts) - 1)) / self.tokens
+        return (self.loop_steps + self.first_tokens * (len(self.depth_counts) - 1)) / self.tokens
 
     @property
     def mean_core_batch(self) -> float:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from looped.analysis import offline, worklist
 from looped.analysis.bounds import end_to_end_bound
+from looped.analysis.drive import Run
 from looped.gates import ReplayGate
-from looped.infer import LLM
-from looped.infer.request import Completion
+from looped.infer.engine import Engine
 from looped.model import load, save
 from tests.conftest import Ran
 from tests.models import micro_ouro
@@ -103,29 +104,29 @@ def setup(**changes: object) -> offline.Setup:
 
 
 def test_schedulers_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = LLM.generate
+    honest = offline.run
 
-    def lies(self: LLM, *args: object, **kwargs: object) -> list[Completion]:
-        completions = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        if self.engine.options.mode == "refill":
-            completions[1].depths[2] = 5 - completions[1].depths[2]
-        return completions
+    def lies(engine: Engine, *args: Any) -> Run:
+        done = honest(engine, *args)
+        if engine.options.mode == "refill":
+            done.outputs[1][1][2] = 5 - done.outputs[1][1][2]
+        return done
 
-    monkeypatch.setattr(LLM, "generate", lies)
+    monkeypatch.setattr(offline, "run", lies)
     with pytest.raises(RuntimeError, match="timing must never change output"):
         offline.measure(setup(), repeats=1, show=False)
 
 
 def test_rounds_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = LLM.generate, []
+    honest, calls = offline.run, []
 
-    def drifts(self: LLM, *args: object, **kwargs: object) -> list[Completion]:
-        completions = honest(self, *args, **kwargs)  # type: ignore[arg-type]
-        calls.append(self)
-        completions[0].token_ids[0] = len(calls)
-        return completions
+    def drifts(engine: Engine, *args: Any) -> Run:
+        done = honest(engine, *args)
+        calls.append(engine)
+        done.outputs[0][0][0] = len(calls)
+        return done
 
-    monkeypatch.setattr(LLM, "generate", drifts)
+    monkeypatch.setattr(offline, "run", drifts)
     with pytest.raises(RuntimeError, match="two rounds"):
         offline.measure(setup(), modes=("cb",), repeats=2, show=False)
 
