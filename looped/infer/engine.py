@@ -477,13 +477,12 @@ class Engine:
 
 def _rows(sampled: Sampled) -> Iterable[tuple[int, NewToken]]:
     """Slots and tokens of a batch, without padding."""
-    none = [None] * len(sampled.slots)
-    logprobs = none if sampled.logprobs is None else sampled.logprobs.tolist()
-    tops: Sequence[tuple[tuple[int, float], ...]] = [()] * len(none)
+    slots, tokens, depths, oks = sampled.rows_4N.tolist()
+    logprobs = [None] * len(slots) if sampled.logprobs is None else sampled.logprobs.tolist()
+    tops: Sequence[tuple[tuple[int, float], ...]] = [()] * len(slots)
     if sampled.top_ids is not None and sampled.top_logprobs is not None:
         pairs = zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
         tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
-    columns = (sampled.slots.tolist(), sampled.tokens.tolist(), sampled.depths.tolist(), sampled.ok.tolist())
-    for slot, token, depth, ok, logprob, top in zip(*columns, logprobs, tops, strict=True):
+    for slot, token, depth, ok, logprob, top in zip(slots, tokens, depths, oks, logprobs, tops, strict=True):
         if slot:
-            yield slot, NewToken(token, depth, ok, logprob, top)
+            yield slot, NewToken(token, depth, bool(ok), logprob, top)

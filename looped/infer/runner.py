@@ -120,15 +120,19 @@ class Runner:
         return stages.on("core", plan.slots, keys, stages.core)
 
     def _late(self, plan: Plan, keys: int, level: int) -> Values:
-        """On rows that the device picks; the last value counts the queues after it."""
+        """On rows that the device picks. Values: new tokens if any, and last the queues after it."""
         stages, queues, rows = self.stages, self.state.queues, plan.rows
         if plan.fused:
             name = f"fused-{level}"
             return stages.among(name, CORE, rows, keys, lambda at: (*stages.fused(at, level), queues()))
-        if plan.stage is Stage.PRELUDE:
-            return stages.among("prelude", PRELUDE, rows, keys, lambda at: (stages.prelude(at), queues()))
-        if plan.stage is Stage.CORE:
-            return stages.among("core", CORE, rows, keys, lambda at: (*stages.core(at), queues()))
+        if plan.stage in (Stage.PRELUDE, Stage.CORE):
+            run, phase = (stages.prelude, PRELUDE) if plan.stage is Stage.PRELUDE else (stages.core, CORE)
+
+            def counted(at: Tensor) -> Values:
+                run(at)
+                return (queues(),)
+
+            return stages.among(plan.stage.value, phase, rows, keys, counted)
         return stages.among(f"coda-{level}", CODA, rows, keys, lambda at: (*stages.coda(at, level), queues()))
 
     def _capture(self) -> None:

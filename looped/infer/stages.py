@@ -39,12 +39,10 @@ PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 class Sampled(NamedTuple):
-    """New tokens of a batch, by row; rows of slot 0 are padding. Device tensors [N]; see `Drawn` for the last three."""
+    """New tokens of a batch, on the device. `rows_4N` are slots (0: padding), tokens, depths, and whether the logits
+    were finite, in one tensor for one transfer; see `Drawn` for the rest."""
 
-    slots: Tensor
-    tokens: Tensor
-    depths: Tensor
-    ok: Tensor
+    rows_4N: Tensor
     logprobs: Tensor | None
     top_ids: Tensor | None
     top_logprobs: Tensor | None
@@ -259,7 +257,8 @@ class Stages:
             state.put_carry(at, self.gate.finish(self.model.readout(h), logits, drawn.tokens, depths))
         ended = self.sampler.stops(drawn.tokens, at, index) | (following + 1 >= state.max_len[at]) | ~drawn.ok
         state.move(at, torch.where(ended, IDLE, PRELUDE), self.tick)
-        return Sampled(at, drawn.tokens, depths, drawn.ok, drawn.logprob, drawn.top_ids, drawn.top_logprobs)
+        rows = torch.stack((at, drawn.tokens, depths, drawn.ok.long()))
+        return Sampled(rows, drawn.logprob, drawn.top_ids, drawn.top_logprobs)
 
     def _outer_attend(self, at: Tensor, positions: Tensor) -> Attend:
         pool: Pool | None = self.kv.outer
