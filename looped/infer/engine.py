@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(self, model: LoopedLM, options: EngineOptions) -> None:
         options.check()
-        self.model, self.options, self.exits = model, options, options.exits
+        self.model, self.options = model, options
         self.policy = resolve_policy(
             model,
             options.kv,
@@ -64,7 +64,7 @@ class Engine:
             # Token-level batching runs R loops for every token, whatever the gate says.
             self.policy = replace(self.policy, gate=None, dense_compute=False, prefill=None)
         self.gate: Gate | None = self.policy.gate
-        self._check_exits()
+        self.exits = self._exits()
         self.preemption = self._preemption()
         limits = Limits.of(
             options.max_num_seqs,
@@ -84,7 +84,7 @@ class Engine:
         # By slot: pages its decode passes took at most, the newest known token's position, and the last one's.
         self._consumed, self._position, self._last = np.zeros((3, limits.max_num_seqs + 1), dtype=np.int64)
         self._tally = Tally(self.policy.max_depth)
-        late = options.exits == "device"
+        late = self.exits == "device"
         fuse = late and options.mode == "refill" and limits.min_coda_batch == 1
         try:
             self.runner = Runner(model, self.policy, options, limits, late, fuse)
@@ -111,15 +111,19 @@ class Engine:
             scheduler.max_loops, scheduler.fuse = self.policy.max_depth, fuse
         return scheduler
 
-    def _check_exits(self) -> None:
+    def _exits(self) -> str:
+        """How the host learns of exits; `auto` is the way that keeps a GPU busy, and none where it would only wait."""
         gate, options = self.gate, self.options
-        if self.exits == "lookahead" and gate is not None and gate.latency == 0 and not self.policy.dense_compute:
+        if options.exits == "auto":
+            return "device" if self.model.device.type == "cuda" and not options.mix_prefill else "sync"
+        if options.exits == "lookahead" and gate is not None and gate.latency == 0 and not self.policy.dense_compute:
             raise LoopedError(
                 f"exits='lookahead' needs a gate that is known one step ahead; the {gate.name} gate is not: use "
                 f"exits='device' or 'sync', or the gate delayed-{gate.name}"
             )
-        if options.mix_prefill and (self.exits == "device" or self.policy.prefill is not None):
-            raise LoopedError("mix_prefill works with exits 'sync' and 'lookahead' and a dense prefill")
+        if options.mix_prefill and options.exits == "device":
+            raise LoopedError("mix_prefill works with exits 'sync' and 'lookahead', where the host picks the rows")
+        return options.exits
 
     def _preemption(self) -> str | None:
         wanted, sensitive = self.options.preemption, self.policy.layout.cut_sensitive

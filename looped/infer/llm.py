@@ -46,7 +46,7 @@ class LLM:
     prefill: "ragged" lets prompt tokens leave early, at prefill_threshold (a number, or a `PrefillSchedule`; None is
     the threshold of decode). mix_prefill: prompt pieces ride along with core steps.
     exits: how the host learns of them: "sync" waits for every step, "lookahead" runs a step behind (gates that know
-    one step ahead), "device" leaves them on the device.
+    one step ahead), "device" leaves them on the device, "auto" is "device" on a GPU and "sync" elsewhere.
     max_num_seqs, max_num_batched_tokens, min_free_slots, min_coda_batch, kv_headroom: W, M, S, K and rho of the paper;
     None is max(1, W // 8) for S, and for K 1 for fully looped models, else W // 4.
     chunk_size: prompts are cut at its multiples; None leaves a prompt whole where cuts change the result, and
@@ -75,7 +75,7 @@ class LLM:
         prefill: str = "dense",
         prefill_threshold: float | PrefillSchedule | None = None,
         mix_prefill: bool = False,
-        exits: str = "sync",
+        exits: str = "auto",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 8192,
         chunk_size: int | None = None,

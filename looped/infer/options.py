@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from looped.gates import Gate
     from looped.kv import KVLayout
 
-EXITS = ("sync", "lookahead", "device")
+EXITS = ("auto", "sync", "lookahead", "device")
 PREEMPTION = ("auto", "recompute", "offload", "off")
 
 
@@ -38,7 +38,7 @@ class EngineOptions:
     prefill: str = "dense"
     prefill_threshold: float | PrefillSchedule | None = None
     mix_prefill: bool = False
-    exits: str = "sync"
+    exits: str = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     chunk_size: int | None = None
@@ -74,6 +74,8 @@ class EngineOptions:
             raise LoopedError(
                 "mode 'cb' runs every token at full depth: a ragged prefill needs 'refill' or 'no-refill'"
             )
+        if self.mix_prefill and self.prefill == "ragged":
+            raise LoopedError("mix_prefill works with a dense prefill")
         if self.mode == "cb" and self.mix_prefill:
             raise LoopedError("mix_prefill needs mode 'refill' or 'no-refill'")
 

@@ -35,7 +35,7 @@ class Options:
     prefill: str = option("dense", "ragged lets prompt tokens leave early")
     prefill_threshold: float | None = option(None, "exit threshold of a ragged prefill; that of decode when left out")
     mix_prefill: bool = option(False, "pieces of prompts ride along with core steps")
-    exits: str = option("sync", "how the host learns of exits: sync, lookahead or device")
+    exits: str = option("auto", "how the host learns of exits: sync, lookahead, device; auto: device on a GPU")
     max_loops: int | None = option(None, "R, where it differs from the checkpoint's")
     max_num_seqs: int = option(64, "sequences that run at once (W)")
     max_num_batched_tokens: int = option(8192, "prompt tokens of one batch (M)")
