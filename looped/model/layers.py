@@ -1,17 +1,18 @@
-"""The layers of a looped LM: RMSNorm, rotary positions, attention projections, gated MLP, sandwich block."""
+"""The layers of a looped LM: norm, attention projections, gated MLP, sandwich block. `ops` computes with them."""
 
 # H heads, G key/value heads, K head dimension, D width; leading dimensions are free
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from looped.config import ModelConfig
+from looped.model import ops
 from looped.model.attention import Attend
+from looped.model.ops import Rotary
 
 
 class RMSNorm(nn.Module):
@@ -22,37 +23,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
+    @property
+    def op(self) -> ops.Norm:
+        return ops.Norm(self.weight, self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        scaled: Tensor = wide.to(x.dtype) * self.weight
-        return scaled
-
-
-class Rotary(NamedTuple):
-    """Cosines and sines [..., 1, K/2] of some positions, shared by every layer and loop step of one call."""
-
-    cos: Tensor
-    sin: Tensor
+        return ops.rms_norm(x, self.op)
 
 
 def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotary:
-    """Angles of `positions` [...] in at least float32; half-split rotary then rounds them to the activations' dtype."""
-    wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=wide) / config.head_dim
-    angle = positions[..., None, None].to(wide) * (1.0 / config.rope_theta**exponent)
-    out = wide if config.rope_interleaved else dtype
-    return Rotary(angle.cos().to(out), angle.sin().to(out))
-
-
-def rotate(x: Tensor, rope: Rotary, interleaved: bool) -> Tensor:
-    """Rotate x [..., H, K] by its positions."""
-    if interleaved:
-        a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-        pairs = torch.stack((a * rope.cos - b * rope.sin, a * rope.sin + b * rope.cos), -1)
-        return pairs.flatten(-2).to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * rope.cos - b * rope.sin, b * rope.cos + a * rope.sin), -1)
+    """Angles of `positions` [...] for the attention layers of a model."""
+    return ops.rotary(positions, config.head_dim, config.rope_theta, config.rope_interleaved, dtype)
 
 
 class Attention(nn.Module):
@@ -60,21 +41,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim, self.interleaved = config.head_dim, config.rope_interleaved
-        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes) * config.head_dim, bias=False)
+        self.heads = ops.Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.rope_interleaved)
+        rows = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(config.hidden_size, rows * config.head_dim, bias=False)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
         bias = (2, 1, config.num_heads, config.head_dim)
         self.qk_bias = nn.Parameter(torch.zeros(bias)) if config.qk_bias else None
 
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
-        qkv: Tensor = self.qkv(x)
-        q, k, v = torch.split(qkv.view(*x.shape[:-1], -1, self.head_dim), list(self.sizes), -2)
-        if self.qk_bias is not None:
-            q, k = q + self.qk_bias[0], k + self.qk_bias[1]
-        q, k = rotate(q, rope, self.interleaved), rotate(k, rope, self.interleaved)
-        out: Tensor = self.out(attend(layer, q, k, v).flatten(-2))
-        return out
+        """What `out` projects: [..., D] to [..., H K]."""
+        q, k, v = ops.qkv(x, self.qkv.weight, self.qk_bias, rope, self.heads)
+        return attend(layer, q, k, v).flatten(-2)
 
 
 class MLP(nn.Module):
@@ -86,9 +63,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        out: Tensor = self.down(F.silu(gate) * up)
-        return out
+        """What `down` projects: [..., D] to [..., F]."""
+        return ops.gated(x, self.gate_up.weight)
 
 
 class Block(nn.Module):
@@ -105,8 +81,31 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
-        attended = self.attention(self.norm_1(x), rope, layer, attend)
-        x = self.norm_2(x + attended) if self.norm_after_sum else x + self.norm_2(attended)
-        mixed = self.mlp(self.norm_3(x))
-        out: Tensor = self.norm_4(x + mixed) if self.norm_after_sum else x + self.norm_4(mixed)
-        return out
+        return self.between(x, self.norm_1(x), rope, layer, attend, None)[0]
+
+    def between(
+        self, x: Tensor, normed: Tensor, rope: Rotary, layer: int, attend: Attend, following: RMSNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        """From x and its `norm_1` to the block's output and, in the same kernel, the norm that comes after it."""
+        after = self.norm_after_sum
+        attended = self.attention(normed, rope, layer, attend)
+        x, normed = ops.merge(x, attended, self.attention.out.weight, self.norm_2.op, after, self.norm_3.op)
+        follow = None if following is None else following.op
+        return ops.merge(x, self.mlp(normed), self.mlp.down.weight, self.norm_4.op, after, follow)
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    rope: Rotary,
+    first_layer: int,
+    attend: Attend,
+    final: RMSNorm | None = None,
+) -> Tensor:
+    """Blocks one after another, each ending with the norm the next one begins with; `final` ends the last."""
+    chain = [block for block in blocks if isinstance(block, Block)]
+    normed = chain[0].norm_1(x)
+    followers = [*(block.norm_1 for block in chain[1:]), final]
+    for layer, (block, following) in enumerate(zip(chain, followers, strict=True), start=first_layer):
+        x, normed = block.between(x, normed, rope, layer, attend, following)
+    return normed
