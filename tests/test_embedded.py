@@ -53,7 +53,7 @@ def test_answers_held_out_problems(name: str, request: pytest.FixtureRequest) ->
     assert sum(depths) / len(depths) < 0.8 * model.config.max_loops
 
 
-@pytest.mark.parametrize("gate", ["lookahead", "pre-loop"])
+@pytest.mark.parametrize("gate", ["hybrid", "lookahead", "pre-loop"])
 def test_shipped_gates_answer_to_their_names(huginn: LoopedLM, gate: str) -> None:
     ouro = looped.load("tiny-ouro", device="cpu", dtype="float64")
     assert get_gate(gate, ouro).latency == 1

@@ -115,7 +115,7 @@ def test_ragged_equals_last_exited_to_the_bit():
     while engines[0].has_work:
         outputs = [engine.step() for engine in engines]
         assert outputs[0] == outputs[1]
-        assert torch.equal(engines[0].stages.state.h, engines[1].stages.state.h)
+        assert torch.equal(engines[0].runner.state.h, engines[1].runner.state.h)
     assert not engines[1].has_work
 
 

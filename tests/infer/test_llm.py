@@ -82,7 +82,7 @@ def test_an_interrupt_leaves_nothing_behind(model, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.engine.stages, "coda", interrupt)
+    monkeypatch.setattr(llm.engine.runner.stages, "coda", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts(), SamplingParams(0, 4))
     monkeypatch.undo()

@@ -12,14 +12,15 @@ class Pool(Unlimited):
     def __init__(self, size, headroom=0):
         self.size, self.headroom, self.held = size, headroom, {}
 
-    def can_admit(self, max_len, idle):
-        left = self.size - sum(self.held.values()) - max_len
+    def can_admit(self, job, idle):
+        left = self.size - sum(self.held.values()) - job.reserve_len
         return left >= (0 if idle else self.headroom)
 
-    def reserve(self, slot, max_len):
-        self.held[slot] = max_len
+    def admit(self, job):
+        self.held[job.slot] = job.reserve_len
+        return 0
 
-    def release(self, slot):
+    def release(self, slot, scrub=False):
         del self.held[slot]
 
 
