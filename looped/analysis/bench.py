@@ -32,7 +32,9 @@ class OfflineOptions:
     gate: str | None = option(None, "exit gate; the model's own when left out")
     threshold: float | None = option(None, "exit threshold; the gate's own when left out")
     max_loops: int | None = option(None, "R, the loop steps the model is run with")
-    exits: Literal["sync", "lookahead", "device"] = option("sync", "how the host learns of exits")
+    exits: Literal["auto", "sync", "lookahead", "device"] = option(
+        "auto", "how the host learns of exits; auto: device on a GPU, else sync"
+    )
     max_num_seqs: int = option(8, "W, sequences active at once")
     min_coda_batch: int | None = option(None, "K, exits before the coda runs; 1 for fully looped models, else W // 4")
     max_num_batched_tokens: int = option(8192, "M, prompt tokens of a prefill batch")

@@ -82,7 +82,8 @@ def _more(mode: ModeResult) -> list[str]:
 
 def _bounds(result: OfflineResult) -> list[str]:
     total = max(1, sum(result.depth_counts))
-    exits = ", ".join(f"{depth}: {count / total:.0%}" for depth, count in enumerate(result.depth_counts) if depth)
+    counts = enumerate(result.depth_counts)
+    exits = ", ".join(f"{depth}: {count / total:.0%}" for depth, count in counts if count)
     lines = [
         f"mean depth {result.mean_depth:.2f} ({result.mean_depth_with_first:.2f} with first tokens); exits at {exits}",
         f"S_dec {result.s_dec:.3f}",
