@@ -27,6 +27,7 @@ from looped.model import LoopedLM
 WARM_UP = 2
 _PREFILL_REPEATS = 5
 _NEVER = 1 << 40
+_HEAD_START_CYCLES = 20_000_000
 
 
 class Timing(NamedTuple):
@@ -111,6 +112,7 @@ class Stepper:
         state.resume([Resume(slot, slot * 7919 % vocab, start, 1, carry) for slot in self._slots])
         slots = np.array(self._slots, dtype=np.int32)
         consumed = np.zeros(len(slots), dtype=np.int64)
+        self._head_start()
         marks = Marks(self.model.device)
         for number in range(self.passes):
             self._grow(slots, consumed, start + number, depth)
@@ -129,6 +131,11 @@ class Stepper:
                 kv.token_done(slot, depth)
         wait(self.model.device)
         return self._pass(marks.spans(), depth)
+
+    def _head_start(self) -> None:
+        """Keep the GPU busy for some milliseconds, so that it never waits for the first launches to be queued."""
+        if self.model.device.type == "cuda":
+            torch.cuda._sleep(_HEAD_START_CYCLES)
 
     def _grow(self, slots: NDArray[np.int32], consumed: NDArray[np.int64], position: int, depth: int) -> None:
         """Pages for a token at `position`, and for the one behind it where the core step begins that too."""
@@ -168,6 +175,7 @@ class Stepper:
         runner.sampler.admit([1], [params], [0], [[1] * tokens], [[]])
         rng = np.random.default_rng(0)
         piece = PromptPiece(1, 0, rng.integers(0, self.model.config.vocab_size, tokens).tolist(), tokens, None, True)
+        self._head_start()
         marks = Marks(self.model.device)
         for _ in range(1 + _PREFILL_REPEATS):
             marks.mark()
