@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any
 from looped.errors import LoopedError
 
 if TYPE_CHECKING:
-    from looped.decode import generate
+    from looped.decode import PrefillSchedule, generate
     from looped.gates import load_gate
     from looped.infer import LLM, SamplingParams
     from looped.model import load, save
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoopedError", "SamplingParams", "__version__", "generate", "load", "load_gate", "save"]
+__all__ = [
+    "LLM",
+    "LoopedError",
+    "PrefillSchedule",
+    "SamplingParams",
+    "__version__",
+    "generate",
+    "load",
+    "load_gate",
+    "save",
+]
 
 _HOMES = {
     "LLM": "looped.infer",
+    "PrefillSchedule": "looped.decode",
     "SamplingParams": "looped.infer",
     "generate": "looped.decode",
     "load": "looped.model",

@@ -19,11 +19,12 @@ from looped.infer.options import EngineOptions
 from looped.infer.pages import KVMemory
 from looped.infer.prompts import PromptPiece, Prompts, Riders
 from looped.infer.request import SamplingParams
+from looped.infer.rowops import CODA, CORE, PRELUDE
 from looped.infer.sampler import Sampler
 from looped.infer.scheduler import Chunk, Limits, Plan, Stage
 from looped.infer.sequence import EngineSequence, Saved
 from looped.infer.stages import PROMPT_BUCKETS, Stages
-from looped.infer.state import CODA, CORE, PHASE_OF, PRELUDE, DeviceState, Resume, SlotInit
+from looped.infer.state import PHASE_OF, DeviceState, Resume, SlotInit
 from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
 
@@ -93,6 +94,10 @@ class Runner:
         """The seed of a request: its own, else the engine's."""
         return self.options.seed if params.seed is None else params.seed
 
+    def queues(self) -> Tensor:
+        """How many slots stand in the prelude, core and coda queues: [3]."""
+        return self.stages.ops.tally(self.state)
+
     # Decode stages.
 
     def decode(self, plan: Plan, owners: dict[int, EngineSequence], keys: int, level: int) -> Ticket:
@@ -121,7 +126,7 @@ class Runner:
 
     def _late(self, plan: Plan, keys: int, level: int) -> Values:
         """On rows that the device picks. Values: new tokens if any, and last the queues after it."""
-        stages, queues, rows = self.stages, self.state.queues, plan.rows
+        stages, queues, rows = self.stages, self.queues, plan.rows
         if plan.fused:
             name = f"fused-{level}"
             return stages.among(name, CORE, rows, keys, lambda at: (*stages.fused(at, level), queues()))
@@ -196,7 +201,7 @@ class Runner:
         return Ticket(plan, Fetch(self._with_queues(values)), owners, depths=depths)
 
     def _with_queues(self, values: Values) -> Values:
-        return (*values, self.state.queues()) if self.late else values
+        return (*values, self.queues()) if self.late else values
 
     def _pieces(self, plan: Plan, owners: dict[int, EngineSequence]) -> list[PromptPiece]:
         return [self._piece(owners[chunk.slot], chunk) for chunk in plan.chunks]

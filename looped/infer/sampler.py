@@ -12,7 +12,7 @@ from torch import Tensor
 
 from looped.infer.request import SamplingParams
 from looped.infer.transfer import upload
-from looped.sampling import Drawn, Lists, Seen, Table, draw, end_ids, ends, greedy, knobs_of
+from looped.sampling import Drawn, Lists, Seen, Table, draw, end_ids, greedy, knobs_of
 from looped.sampling_options import FILTERED, FULL, GREEDY, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
 
 __all__ = ["Drawn", "Sampler"]
@@ -114,10 +114,12 @@ class Sampler:
         self._seen.counts_NV.view(-1).scatter_add_(0, places, (at_N > 0).int())
         return drawn
 
-    def stops(self, tokens_N: Tensor, at_N: Tensor, index_N: Tensor) -> Tensor:
-        """Whether each token ends its sequence, bool [N]: end of text unless ignored, or a stop token id.
+    @property
+    def end_ids(self) -> Tensor:
+        """Tokens that end a slot's sequence [S, E], filled up with -1: end of text unless ignored, stop token ids."""
+        return self._rows[-1]
 
-        Not before `min_tokens` tokens were there: until then such tokens are not drawn.
-        """
-        _, ints, _, _, end_ids_SE = self._rows
-        return ends(tokens_N, end_ids_SE[at_N], ints[at_N, -1], index_N)
+    @property
+    def min_tokens(self) -> Tensor:
+        """How many tokens a slot's sequence has before one of them can end it [S]."""
+        return self._rows[1][:, -1]

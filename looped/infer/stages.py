@@ -24,8 +24,9 @@ from looped.gates import Entry
 from looped.infer.backends import Backend, DecodeBatch
 from looped.infer.graphs import Graphs
 from looped.infer.pages import KVMemory, Pool
+from looped.infer.rowops import CODA, CORE, IDLE, PRELUDE, row_ops
 from looped.infer.sampler import Drawn, Sampler
-from looped.infer.state import CODA, CORE, IDLE, PRELUDE, DeviceState
+from looped.infer.state import DeviceState
 from looped.infer.transfer import upload
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
@@ -67,6 +68,7 @@ class Stages:
         self.gate, self.max_loops, self.dense = state.gate, policy.max_depth, policy.dense_compute
         self._pad = pad
         device = model.device
+        self.ops = row_ops(device)
         planes = [policy.layout.write_plane(step) for step in range(1, self.max_loops + 1)]
         self._planes = torch.tensor([0, *planes], device=device)
         # The slots of a host-picked batch, where graphs look for them; and how many launches there were.
@@ -99,7 +101,7 @@ class Stages:
     ) -> tuple[Tensor | None, ...]:
         """Run a stage on up to `rows` slots of a queue that the device picks; what waits beyond them stays."""
         rows = self.bucket(max(rows, 1))
-        return self._launch((name, "device", rows), max_len, lambda: run(self.state.select(phase, rows)))
+        return self._launch((name, "device", rows), max_len, lambda: run(self.ops.select(self.state, phase, rows)))
 
     @property
     def pads(self) -> bool:
@@ -148,9 +150,7 @@ class Stages:
         positions = state.position[at]
         noise = model.init_state(state.seed[at], positions)
         h, injection = model.prelude(state.token[at], positions, self._outer_attend(at, positions), noise)
-        state.h[at] = h
-        state.step.index_fill_(0, at, 0)  # a plain assignment would copy its number from the host
-        state.move(at, CORE, self.tick)
+        self.ops.enter(state, self.tick, at, h)
         if state.injection is not None and injection is not None:
             state.injection[at] = injection
         if state.exited is not None:
@@ -168,46 +168,46 @@ class Stages:
         """One loop step of every row, whatever step it is at. Returns who leaves the loop now, and who is known to
         leave after the next step (None without a gate): bool [N] each. `riders` are rows of prompts that share it."""
         state = self.state
-        live = at > 0
-        positions = state.position[at]
-        step = torch.where(live, state.step[at] + 1, 1)
+        positions, step, planes, h = self.ops.begin(state, self._planes, at)
         self.kv.open(at, positions, step)
-        batch = DecodeBatch(at, self._planes[step], positions, self._max_len)
-        h, injection = state.h[at], state.injection_of(at)
-        attend = self.backend.decode(self.kv.core, batch)
+        injection = state.injection_of(at)
+        attend = self.backend.decode(self.kv.core, DecodeBatch(at, planes, positions, self._max_len))
         if riders is None:
             h = self.model.core(h, injection, positions, step, attend)
         else:
             h = riders.share(h, injection, positions, step, attend)
-        state.h[at] = h
-        state.step[at] = torch.where(live, step, 0)
-        leaving, ahead = self._decide(at, h, step)
-        self.kv.close(at, positions, torch.full_like(step, self.max_loops) if self.dense else step, leaving & live)
-        state.move(at, torch.where(leaving, CODA, CORE), self.tick)
+        said = self._ask(at, h, step)
+        if self.dense:
+            leaving, depths, ahead = self._loop_on(at, h, step, said), torch.full_like(step, self.max_loops), None
+        else:
+            late = self.gate is not None and self.gate.latency == 1
+            leaving, depths, ahead = self.ops.leave(state, self.tick, at, step, h, said, late), step, said
+        self.kv.close(at, positions, depths, leaving)
         return leaving, ahead
 
-    def _decide(self, at: Tensor, h: Tensor, step: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _ask(self, at: Tensor, h: Tensor, step: Tensor) -> Tensor | None:
+        """What the gate says after a step: bool [N], or None without one."""
+        if self.gate is None:
+            return None
         state = self.state
-        params = state.params(at)
-        exits, ahead = step >= params.max_depth, None
-        if self.gate is not None:
-            gate_rows, ahead = self.gate.step(state.gate_rows(at), self.model.readout(h), step, params)
-            state.put_gate_rows(at, gate_rows)
-            exits = exits | (ahead if self.gate.latency == 0 else state.ahead[at])
-            state.ahead[at] = ahead
-        if not self.dense:
-            return exits, ahead
-        self._mark_exits(at, exits)
-        return step >= self.max_loops, None
+        gate_rows, said = self.gate.step(state.gate_rows(at), self.model.readout(h), step, state.params(at))
+        state.put_gate_rows(at, gate_rows)
+        return said
 
-    def _mark_exits(self, at: Tensor, exits: Tensor) -> None:
-        """Dense compute: remember where each token left; it loops on to write all its planes."""
+    def _loop_on(self, at: Tensor, h: Tensor, step: Tensor, said: Tensor | None) -> Tensor:
+        """Dense compute: remember where each token left; it loops on to write all its planes. Returns who is done."""
         state = self.state
         assert state.exited is not None and state.exit_h is not None and state.depth is not None
+        exits = step >= state.max_depth[at]
+        if said is not None and self.gate is not None:
+            exits = exits | (said if self.gate.latency == 0 else state.ahead[at])
         first = torch.where(exits & ~state.exited[at], at, 0)
-        state.exit_h[first] = state.h[first]
-        state.depth[first] = state.step[first]
+        # Rows that do not exit now write to slot 0 what belongs to others, which nobody reads.
+        state.exit_h[first], state.depth[first] = h, step
         state.exited.index_fill_(0, first, True)
+        leaving = self.ops.leave(state, self.tick, at, step, h, said, False)
+        state.phase[at] = torch.where(at > 0, torch.where(step >= self.max_loops, CODA, CORE), IDLE)
+        return (step >= self.max_loops) & leaving
 
     def coda(self, at: Tensor, level: int) -> Sampled:
         """The layers after the core, the head, and the next token of every row."""
@@ -247,17 +247,11 @@ class Stages:
     def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
         """Choose the tokens behind `positions` and leave everything their own passes need."""
         state = self.state
-        index = state.index[at]
-        drawn: Drawn = self.sampler(logits, at, positions, index, level)
-        state.token[at] = drawn.tokens
-        following = torch.where(at > 0, positions + 1, 0)
-        state.position[at] = following
-        state.index[at] = torch.where(at > 0, index + 1, 0)
+        drawn: Drawn = self.sampler(logits, at, positions, state.index[at], level)
         if self.gate is not None and self.gate.uses_carry:
             state.put_carry(at, self.gate.finish(self.model.readout(h), logits, drawn.tokens, depths))
-        ended = self.sampler.stops(drawn.tokens, at, index) | (following + 1 >= state.max_len[at]) | ~drawn.ok
-        state.move(at, torch.where(ended, IDLE, PRELUDE), self.tick)
-        rows = torch.stack((at, drawn.tokens, depths, drawn.ok.long()))
+        ends = self.sampler.end_ids, self.sampler.min_tokens
+        rows = self.ops.land(state, self.tick, at, drawn.tokens, drawn.ok, positions, depths, *ends)
         return Sampled(rows, drawn.logprob, drawn.top_ids, drawn.top_logprobs)
 
     def _outer_attend(self, at: Tensor, positions: Tensor) -> Attend:

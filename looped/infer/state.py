@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from looped.gates import Carry, Entry, Gate, Params
+from looped.infer.rowops import CODA, CORE, IDLE, PRELUDE
 from looped.infer.scheduler import Stage
 from looped.infer.transfer import upload
 from looped.model import LoopedLM
 
-# Phases of a slot: the queue its token stands in.
-IDLE, PRELUDE, CORE, CODA = range(4)
 PHASE_OF = {Stage.PRELUDE: PRELUDE, Stage.CORE: CORE, Stage.CODA: CODA}
 
 
@@ -110,22 +109,6 @@ class DeviceState:
     def idle(self, slots: Sequence[int]) -> None:
         """Take slots out of every queue: their sequences were ended by the host."""
         self.phase.index_fill_(0, upload(slots, torch.long, self.device), IDLE)
-
-    def select(self, phase: int, rows: int) -> Tensor:
-        """The slots that stand in a queue, those that have waited longest first: [rows], padded with slot 0."""
-        inside = self.phase == phase
-        never = torch.iinfo(torch.long).max
-        order = torch.where(inside, self.since, never).argsort(stable=True)[:rows]
-        return torch.where(inside[order], order, 0)
-
-    def queues(self) -> Tensor:
-        """How many slots stand in the prelude, core and coda queues: [3]."""
-        return torch.stack([(self.phase == phase).sum() for phase in (PRELUDE, CORE, CODA)])
-
-    def move(self, at_N: Tensor, phase: Tensor | int, tick: Tensor) -> None:
-        """Put rows into a queue; padding stays idle. `tick` [1] counts launches."""
-        self.phase[at_N] = torch.where(at_N > 0, phase, IDLE)
-        self.since[at_N] = tick
 
     def injection_of(self, at_N: Tensor) -> Tensor | None:
         return None if self.injection is None else self.injection[at_N]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from looped import LoopedError, SamplingParams
 from looped.infer.sampler import Sampler
+from looped.sampling import ends
 from looped.sampling_options import FULL, GREEDY, RANDOM
 
 V, SLOTS = 31, 7
@@ -26,6 +27,11 @@ KINDS = [
     SamplingParams(0.0, frequency_penalty=1.0),
     SamplingParams(1.0, logprobs=3),
 ]
+
+
+def stops(sampler: Sampler, tokens: torch.Tensor, slots: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Whether tokens end the sequences in their slots."""
+    return ends(tokens, sampler.end_ids[slots], sampler.min_tokens[slots], index)
 
 
 def sampler() -> Sampler:
@@ -151,7 +157,7 @@ def test_a_slot_forgets_its_last_sequence() -> None:
     admit(at, [new])
     launch(at, [new], 2)
     assert new.tokens == alone(2, SamplingParams(0), [1], 1)
-    assert not at.stops(torch.tensor([9]), torch.tensor([3]), torch.tensor([50])).any()
+    assert not stops(at, torch.tensor([9]), torch.tensor([3]), torch.tensor([50])).any()
 
 
 def test_stops() -> None:
@@ -166,7 +172,7 @@ def test_stops() -> None:
     slots = torch.tensor([1, 1, 1, 2, 3, 3, 0])
     tokens = torch.tensor([0, 7, 8, 0, 0, 0, 0])
     index = torch.tensor([0, 0, 0, 0, 1, 2, 9])
-    assert at.stops(tokens, slots, index).tolist() == [True, True, False, False, False, True, False]
+    assert stops(at, tokens, slots, index).tolist() == [True, True, False, False, False, True, False]
 
 
 def test_the_widest_lists_fit() -> None:
@@ -176,7 +182,7 @@ def test_the_widest_lists_fit() -> None:
     at, index = torch.tensor([2]), torch.tensor([0])
     assert wide(torch.zeros(1, 2000), at, index, index, 2).tokens.tolist() == [1024]
     for token in (0, 1, 100, 163):
-        assert wide.stops(torch.tensor([token]), at, index).all()
+        assert stops(wide, torch.tensor([token]), at, index).all()
 
 
 def test_parameters_are_checked_against_the_vocabulary() -> None:

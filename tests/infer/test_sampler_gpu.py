@@ -7,7 +7,7 @@ import torch
 
 from looped import SamplingParams
 from looped.infer.sampler import Sampler
-from looped.sampling import Drawn
+from looped.sampling import Drawn, ends
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +22,11 @@ KINDS = [
     SamplingParams(1.0, repetition_penalty=1.5, presence_penalty=0.5),
     SamplingParams(0.9, logprobs=3, top_p=0.8),
 ]
+
+
+def stops(sampler: Sampler, tokens: torch.Tensor, slots: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Whether tokens end the sequences in their slots."""
+    return ends(tokens, sampler.end_ids[slots], sampler.min_tokens[slots], index)
 
 
 def admitted(device: str, kinds: list[SamplingParams]) -> Sampler:
@@ -58,7 +63,7 @@ def test_a_captured_draw_equals_the_cpu(level: int) -> None:
     static = torch.zeros_like(logits)
     with torch.cuda.graph(graph):
         found = there(static, at, positions, index, level)
-        there.stops(found.tokens, at, index)
+        stops(there, found.tokens, at, index)
     for _ in range(2):
         fresh = admitted("cpu", kinds)
         static.copy_(logits)
@@ -97,6 +102,6 @@ def test_nothing_waits_for_the_device() -> None:
         sampler.admit(list(range(1, n + 1)), KINDS, [0] * n, [[1, 2]] * n, [[3]] * n)
         for level in range(Sampler.LEVELS):
             drawn = sampler(logits, at, at, at, level)
-            sampler.stops(drawn.tokens, at, at)
+            stops(sampler, drawn.tokens, at, at)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,191 @@
+"""The engine's rows by slot, read and written around the stages: one kernel where PyTorch takes five to fifteen."""
+
+# S slots, N rows, D width, E end ids
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from looped.infer.backends.kernels.lookup import padded
+
+WIDE = 1024
+BLOCK = 128
+RANKED = 16
+IDLE, PRELUDE, CORE, CODA = (tl.constexpr(phase) for phase in range(4))
+
+
+@triton.jit
+def _copy_row(source, target, width, WIDE: tl.constexpr):
+    for start in range(0, width, WIDE):
+        at = start + tl.arange(0, WIDE)
+        tl.store(target + at, tl.load(source + at, mask=at < width, other=0.0), mask=at < width)
+
+
+@triton.jit
+def _begin(
+    slots, position, step, planes, h, positions_out, steps_out, planes_out, h_out, width, WIDE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    now = tl.where(slot > 0, tl.load(step + slot) + 1, 1)
+    tl.store(positions_out + row, tl.load(position + slot))
+    tl.store(steps_out + row, now)
+    tl.store(planes_out + row, tl.load(planes + now))
+    _copy_row(h + slot * width, h_out + row * width, width, WIDE)
+
+
+@triton.jit
+def _leave(
+    slots, steps, h_in, decision, tick, h, step, ahead, phase, since, max_depth, leaving_out, width,
+    GATED: tl.constexpr, LATE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    now = tl.load(steps + row)
+    out = now >= tl.load(max_depth + slot)
+    if GATED:
+        said = tl.load(decision + row) != 0
+        out = out | (tl.load(ahead + slot) != 0) if LATE else out | said
+        tl.store(ahead + slot, said)
+    live = slot > 0
+    tl.store(step + slot, tl.where(live, now, 0))
+    tl.store(phase + slot, tl.where(live, tl.where(out, CODA, CORE), IDLE).to(tl.int64))
+    tl.store(since + slot, tl.load(tick))
+    tl.store(leaving_out + row, out & live)
+    _copy_row(h_in + row * width, h + slot * width, width, WIDE)
+
+
+@triton.jit
+def _enter(slots, h_in, tick, h, step, phase, since, width, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    tl.store(step + slot, tl.zeros((), tl.int64))
+    tl.store(phase + slot, tl.where(slot > 0, CORE, IDLE).to(tl.int64))
+    tl.store(since + slot, tl.load(tick))
+    _copy_row(h_in + row * width, h + slot * width, width, WIDE)
+
+
+@triton.jit
+def _land(
+    slots, tokens, ok, positions, depths, tick, ends, min_tokens, token, position, index, max_len, phase, since, out,
+    num_rows, num_ends, min_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = row < num_rows
+    slot = tl.load(slots + row, mask=inside, other=0)
+    drawn = tl.load(tokens + row, mask=inside, other=0)
+    fine = tl.load(ok + row, mask=inside, other=0) != 0
+    live = slot > 0
+    following = tl.where(live, tl.load(positions + row, mask=inside, other=0) + 1, 0)
+    number = tl.load(index + slot, mask=inside, other=0)
+    stops = drawn < 0
+    for end in range(0, num_ends):
+        stops = stops | (tl.load(ends + slot * num_ends + end, mask=inside, other=-1) == drawn)
+    stops = stops & (number >= tl.load(min_tokens + slot * min_stride, mask=inside, other=0))
+    over = stops | (following + 1 >= tl.load(max_len + slot, mask=inside, other=0)) | (fine == 0)
+    # Padding rows are many and all write slot 0: its values must come out the same whichever is last.
+    tl.store(token + slot, tl.where(live, drawn, 0), mask=inside)
+    tl.store(position + slot, following, mask=inside)
+    tl.store(index + slot, tl.where(live, number + 1, 0), mask=inside)
+    tl.store(phase + slot, tl.where(live & (over == 0), PRELUDE, IDLE).to(tl.int64), mask=inside)
+    tl.store(since + slot, tl.load(tick), mask=inside)
+    tl.store(out + row, slot, mask=inside)
+    tl.store(out + num_rows + row, drawn, mask=inside)
+    tl.store(out + 2 * num_rows + row, tl.load(depths + row, mask=inside, other=0), mask=inside)
+    tl.store(out + 3 * num_rows + row, fine.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _rank(phase, since, out, wanted, num_slots, num_rows, RANKED: tl.constexpr, BLOCK: tl.constexpr):
+    slot = (tl.program_id(0) * RANKED + tl.arange(0, RANKED)).to(tl.int64)
+    here = (slot < num_slots) & (tl.load(phase + slot, mask=slot < num_slots, other=-1) == wanted)
+    mine = tl.load(since + slot, mask=here, other=0)
+    rank = tl.zeros((RANKED,), tl.int64)
+    for start in range(0, num_slots, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        waits = (other < num_slots) & (tl.load(phase + other, mask=other < num_slots, other=-1) == wanted)
+        theirs = tl.load(since + other, mask=waits, other=0)
+        same = theirs[None, :] == mine[:, None]
+        before = (theirs[None, :] < mine[:, None]) | (same & (other[None, :] < slot[:, None]))
+        rank += tl.sum((before & waits[None, :]).to(tl.int64), 1)
+    tl.store(out + rank, slot, mask=here & (rank < num_rows))
+
+
+@triton.jit
+def _count(phase, out, num_slots, BLOCK: tl.constexpr):
+    wanted = tl.program_id(0) + 1
+    total = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, num_slots, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        total += (tl.load(phase + slot, mask=slot < num_slots, other=0) == wanted).to(tl.int64)
+    tl.store(out + wanted - 1, tl.sum(total, 0))
+
+
+def begin(state, planes: Tensor, at_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `rowops.begin`."""
+    width = state.h.shape[1]
+    positions, steps, rows = torch.empty((3, len(at_N)), dtype=torch.long, device=at_N.device)
+    h = torch.empty((len(at_N), width), dtype=state.h.dtype, device=at_N.device)
+    _begin[(len(at_N),)](
+        at_N, state.position, state.step, planes, state.h, positions, steps, rows, h, width, WIDE=_wide(width)
+    )  # fmt: skip
+    return positions, steps, rows, h
+
+
+def leave(
+    state, tick: Tensor, at_N: Tensor, steps_N: Tensor, h_ND: Tensor, said_N: Tensor | None, late: bool
+) -> Tensor:
+    """See `rowops.leave`."""
+    width = state.h.shape[1]
+    leaving = torch.empty(len(at_N), dtype=torch.bool, device=at_N.device)
+    _leave[(len(at_N),)](
+        at_N, steps_N, h_ND.contiguous(), leaving if said_N is None else said_N, tick, state.h, state.step, state.ahead,
+        state.phase, state.since, state.max_depth, leaving, width,
+        GATED=said_N is not None, LATE=late, WIDE=_wide(width),
+    )  # fmt: skip
+    return leaving
+
+
+def enter(state, tick: Tensor, at_N: Tensor, h_ND: Tensor) -> None:
+    """See `rowops.enter`."""
+    width = state.h.shape[1]
+    _enter[(len(at_N),)](
+        at_N, h_ND.contiguous(), tick, state.h, state.step, state.phase, state.since, width, WIDE=_wide(width)
+    )  # fmt: skip
+
+
+def land(
+    state, tick: Tensor, at_N: Tensor, tokens_N: Tensor, ok_N: Tensor, positions_N: Tensor, depths_N: Tensor,
+    ends_SE: Tensor, min_tokens_S: Tensor,
+) -> Tensor:  # fmt: skip
+    """See `rowops.land`."""
+    num_rows = len(at_N)
+    block = min(padded(num_rows), BLOCK)
+    out = torch.empty((4, num_rows), dtype=torch.long, device=at_N.device)
+    _land[(-(-num_rows // block),)](
+        at_N, tokens_N, ok_N, positions_N, depths_N, tick, ends_SE, min_tokens_S, state.token, state.position,
+        state.index, state.max_len, state.phase, state.since, out,
+        num_rows, ends_SE.shape[1], min_tokens_S.stride(0), BLOCK=block, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def select(state, phase: int, rows: int) -> Tensor:
+    """See `rowops.select`."""
+    out = torch.zeros(rows, dtype=torch.long, device=state.phase.device)
+    slots = state.num_slots
+    _rank[(-(-slots // RANKED),)](state.phase, state.since, out, phase, slots, rows, RANKED=RANKED, BLOCK=BLOCK)
+    return out
+
+
+def tally(state) -> Tensor:
+    """See `rowops.tally`."""
+    out = torch.empty(3, dtype=torch.long, device=state.phase.device)
+    _count[(3,)](state.phase, out, state.num_slots, BLOCK=BLOCK, num_warps=1)
+    return out
+
+
+def _wide(width: int) -> int:
+    return min(padded(width), WIDE)
