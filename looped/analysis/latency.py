@@ -46,6 +46,17 @@ class DepthLine:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One kernel in a whole decode step of full depth: how often it ran a token, and for how long in all."""
+
+    batch: int
+    context: int
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepResult:
     """All of it. `bytes_s` and `flops_s` are the ceilings, measured in the same run; `left_out` are combinations that
     did not fit into memory or context. `fused`: core steps ran coda and prelude for their exits as well."""
@@ -59,6 +70,7 @@ class StepResult:
     left_out: tuple[str, ...]
     fused: bool
     settings: dict[str, str | int | float | None]
+    kernels: tuple[Kernel, ...] = ()
 
     def of(self, stage: str) -> list[Point]:
         """The points of a stage at its greatest depth."""

@@ -22,7 +22,7 @@ def table(result: StepResult) -> str:
         points = result.of(stage)
         if points:
             lines += [_heading(stage, result.fused), *map(_row, points), ""]
-    return "\n".join([*lines, *_fit_lines(result)])
+    return "\n".join([*lines, *_fit_lines(result), *_kernel_lines(result)])
 
 
 def _heading(stage: str, fused: bool) -> str:
@@ -62,4 +62,17 @@ def _fit_lines(result: StepResult) -> list[str]:
         )
     if result.left_out:
         lines.append(f"left out, no room: {', '.join(result.left_out)}")
+    return lines
+
+
+def _kernel_lines(result: StepResult) -> list[str]:
+    lines = []
+    for batch, context in dict.fromkeys((kernel.batch, kernel.context) for kernel in result.kernels):
+        mine = [kernel for kernel in result.kernels if (kernel.batch, kernel.context) == (batch, context)]
+        lines += [
+            "",
+            f"kernels of a whole decode step, batch {batch}, context {context}",
+            f"{'us':>9} {'calls':>7}  name",
+        ]
+        lines += [f"{1e6 * kernel.seconds:>9.1f} {kernel.calls:>7.1f}  {kernel.name[:90]}" for kernel in mine]
     return lines

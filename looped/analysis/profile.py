@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from looped.infer.request import SamplingParams
 
 STEPS = 50
 # What a trace calls the things that occupy a GPU.
-_BUSY = ("kernel", "gpu_memcpy", "gpu_memset")
+BUSY = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def profile(
@@ -46,8 +48,30 @@ def profile(
 
 
 def _busy(path: Path) -> list[tuple[float, float]]:
+    return [(event["ts"], event["ts"] + event["dur"]) for event in _events(path, BUSY)]
+
+
+def _events(path: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in _BUSY]
+    return [event for event in events if event.get("cat") in kinds and "dur" in event]
+
+
+def kernels(run: Callable[[], object], device: torch.device) -> list[tuple[str, int, float]]:
+    """(name, calls, seconds) of every kernel and copy of `run` on a GPU, of every operator on a CPU; longest first."""
+    gpu = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as seen:
+        run()
+        wait(device)
+    found: dict[str, tuple[int, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        for event in _events(path, BUSY if gpu else ("cpu_op",)):
+            calls, seconds = found.get(event["name"], (0, 0.0))
+            found[event["name"]] = (calls + 1, seconds + event["dur"] / 1e6)
+    ranked = sorted(found.items(), key=lambda item: -item[1][1])
+    return [(name, calls, seconds) for name, (calls, seconds) in ranked]
 
 
 def idle_share(spans: Iterable[tuple[float, float]]) -> float | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from looped.analysis.chosen import choose_model
 from looped.analysis.fits import fit_depths, fit_steps
 from looped.analysis.floors import Ceilings, Demand, Work
-from looped.analysis.latency import FORMAT, DepthLine, Point, StepResult
+from looped.analysis.latency import FORMAT, DepthLine, Kernel, Point, StepResult
 from looped.analysis.latency_text import table
 from looped.errors import LoopedError
 from looped.options import option
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (128, 512, 2048, 8192)
+NUM_KERNELS = 20
 PREFILLS = (128, 512, 2048, 8192)
 
 
@@ -49,6 +50,7 @@ class StepOptions:
     dtype: Literal["float32", "bfloat16", "float64"] | None = option(
         None, "type of weights and KV; bfloat16 on a GPU, else float32, when left out"
     )
+    kernels: bool = option(False, "list the kernels of a whole decode step, longest first, from a profile")
     out: Path | None = option(None, "write the result as JSON to this file")
     plot: Path | None = option(None, "draw the core step's times to this SVG file")
     json: bool = option(True, "end with one line of JSON")
@@ -114,11 +116,14 @@ def measure(options: StepOptions) -> StepResult:
     print(stepper.engine.describe())
     points: list[Point] = []
     left_out: list[str] = []
+    used: list[Kernel] = []
     with progress(len(batches) * len(contexts) + len(prefills), "bench step") as bar:
         for context in contexts:
             for batch in batches:
                 found = _settled(stepper, batch, context, depths, ceilings)
                 points += found
+                if found and options.kernels:
+                    used += _kernels(stepper, batch, context)
                 if not found:
                     left_out.append(f"batch {batch} at context {context}")
                 bar.advance(note=f"batch {batch}, context {context}")
@@ -131,7 +136,7 @@ def measure(options: StepOptions) -> StepResult:
                 points.append(_point("prefill", tokens, 0, stepper.max_loops, timing, work, ceilings))
             bar.advance(note=f"prefill {tokens}")
     settings = _settings(stepper, options, devices.describe(model.device))
-    return summarise(points, ceilings, left_out, stepper.fused, settings)
+    return replace(summarise(points, ceilings, left_out, stepper.fused, settings), kernels=tuple(used))
 
 
 def summarise(
@@ -187,6 +192,18 @@ def _settled(stepper: Stepper, batch: int, context: int, depths: Sequence[int], 
             found.append(_point(stage, batch, context, depth, timing, work, ceilings))
     stepper.clear()
     return found
+
+
+def _kernels(stepper: Stepper, batch: int, context: int) -> list[Kernel]:
+    """What runs in a token of full depth, from a profile of its own, so that timed tokens are not slowed by one."""
+    from looped.analysis.profile import kernels
+
+    stepper.settle(batch, context)
+    used = kernels(lambda: stepper.measure(context, stepper.max_loops), stepper.model.device)
+    stepper.clear()
+    used = [(name, calls, s) for name, calls, s in used if "spin_kernel" not in name]  # the head start
+    tokens = stepper.passes
+    return [Kernel(batch, context, name, calls / tokens, s / tokens) for name, calls, s in used[:NUM_KERNELS]]
 
 
 def _point(stage: str, batch: int, context: int, depth: int, timing: Timing, work: Work, ceilings: Ceilings) -> Point:

@@ -135,7 +135,7 @@ class Stepper:
     def _head_start(self) -> None:
         """Keep the GPU busy for some milliseconds, so that it never waits for the first launches to be queued."""
         if self.model.device.type == "cuda":
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
 
     def _grow(self, slots: NDArray[np.int32], consumed: NDArray[np.int64], position: int, depth: int) -> None:
         """Pages for a token at `position`, and for the one behind it where the core step begins that too."""

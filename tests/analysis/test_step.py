@@ -48,6 +48,14 @@ def test_the_json_object_and_the_files(cli: Callable[..., Ran], tmp_path: Path) 
     assert latencies("core", 2, 32) == pytest.approx((core[1, 32] + core[3, 32]) / 2)
 
 
+def test_kernels(cli: Callable[..., Ran]) -> None:
+    ran = cli("bench", "step", "--random", "micro-ouro", *SMALL[2:], "--batch", "2", "--kernels")
+    kernels = json.loads(ran.out.splitlines()[-1])["kernels"]
+    assert {(kernel["batch"], kernel["context"]) for kernel in kernels} == {(2, 16), (2, 32)}
+    assert any("linear" in kernel["name"] or "mm" in kernel["name"] for kernel in kernels)
+    assert "kernels of a whole decode step" in ran.out
+
+
 @pytest.mark.parametrize("words", [("--kv", "ragged"), ("--kv", "last-exited"), ("--exits", "device")])
 def test_other_layouts_and_the_fused_step(cli: Callable[..., Ran], words: tuple[str, ...]) -> None:
     ran = cli("bench", "step", "--random", "micro-huginn", "--max-loops", "3", *SMALL, *words)
