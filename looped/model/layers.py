@@ -51,7 +51,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rotary, layer: int, attend: Attend) -> Tensor:
         """What `out` projects: [..., D] to [..., H K]."""
         q, k, v = ops.qkv(x, self.qkv.weight, self.qk_bias, rope, self.heads)
-        return attend(layer, q, k, v).flatten(-2)
+        attended: Tensor = attend(layer, q, k, v).flatten(-2)
+        return attended
 
 
 class MLP(nn.Module):
@@ -104,7 +105,7 @@ def run_blocks(
 ) -> Tensor:
     """Blocks one after another, each ending with the norm the next one begins with; `final` ends the last."""
     chain = [block for block in blocks if isinstance(block, Block)]
-    normed = chain[0].norm_1(x)
+    normed: Tensor = chain[0].norm_1(x)
     followers = [*(block.norm_1 for block in chain[1:]), final]
     for layer, (block, following) in enumerate(zip(chain, followers, strict=True), start=first_layer):
         x, normed = block.between(x, normed, rope, layer, attend, following)

@@ -1,11 +1,12 @@
 """The operations of a layer: each in plain PyTorch, and fused into Triton kernels where those serve.
 
 Plain is what defines the numbers: it trains, runs on any device in any dtype, and is what the reference decoder does
-on a CPU. Kernels serve inference in bfloat16 and float16 on NVIDIA GPUs that have Triton. They compute in float32 and
-round wherever the plain operations round, so that the two differ by the order of sums alone.
+on a CPU. Kernels serve bfloat16 and float16 on NVIDIA GPUs that have Triton, where no gradient is wanted. They compute
+in float32 and round wherever the plain operations round, so that the two differ by the order of sums alone.
 
-Which kernel, and in which order it adds, depends on the number of rows of the batch, never on the other rows. Up to
-`matmul.MAX_ROWS` rows, products are the package's own; above, the library's.
+Which kernel, and in which order it adds, depends on how many rows the batch has (1-16, 17-32, 33-64, more) and on the
+weights' shapes, never on what is in the other rows. Products of few rows are the package's own, see
+`kernels.products`; the rest are the library's.
 """
 
 # [...] leading dimensions, N rows, D width, F intermediate width, H heads, G key/value heads, K head dim
@@ -72,16 +73,23 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     if kernels is None:
         return "plain PyTorch (Triton is not installed)"
     overlap = "overlapped launches" if kernels.overlaps(device) else "launches one after another"
-    return f"fused Triton kernels, own matrix products up to {kernels.MAX_ROWS} rows, {overlap}"
+    return f"fused Triton kernels, {kernels.describe(device)}, {overlap}"
 
 
-def fused(x: Tensor, weight: Tensor) -> ModuleType | None:
-    """The kernels, if they serve these operands here and now."""
-    if torch.is_grad_enabled() or not x.is_cuda or x.dtype not in HALVES or not _Switch.kernels:
+def fused(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """The kernels, if they serve these operands here and now: halves on a GPU, through which no gradient flows."""
+    if not _served(x.device, x.dtype) or not x.numel() or torch.is_autocast_enabled(x.device.type):
         return None
-    if weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type) or not x.numel():
+    operands = (x, *(other for other in others if other is not None))
+    if any(operand.dtype != x.dtype for operand in operands):
+        return None
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         return None
     return _kernels()
+
+
+def _served(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in HALVES and _Switch.kernels and not torch.compiler.is_compiling()
 
 
 @functools.cache
@@ -115,7 +123,7 @@ def merge(
     The sum is x + norm(branch @ weight.T), or norm of the sum of both with `after_sum`. Returns it and what the next
     operation reads: the norm `following` of it, itself where there is none.
     """
-    kernels = fused(x, weight)
+    kernels = fused(x, branch, weight, norm.weight, following and following.weight)
     if kernels is not None:
         rows = _rows(x)
         parts = _linear_parts(kernels, _rows(branch), weight)
@@ -134,7 +142,7 @@ def rotary(positions: Tensor, head_dim: int, theta: float, interleaved: bool, dt
     """Angles of `positions` [...] in at least float32; half-split rotary then rounds them to the activations' dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     out = wide if interleaved else dtype
-    if positions.is_cuda and dtype in HALVES and positions.numel() and not torch.is_grad_enabled() and _Switch.kernels:
+    if _served(positions.device, dtype) and positions.numel():
         kernels = _kernels()
         if kernels is not None:
             shape = (*positions.shape, 1, head_dim // 2)
@@ -176,7 +184,7 @@ def qkv(x: Tensor, weight: Tensor, bias: Tensor | None, rope: Rotary, heads: Hea
     `bias` [2, 1, H, K] is added to queries and keys before they are turned.
     """
     sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-    kernels = fused(x, weight)
+    kernels = fused(x, weight, bias)
     if kernels is not None and rope.cos.shape[:-2] == x.shape[:-1]:
         parts = _linear_parts(kernels, _rows(x), weight)
         half = heads.head_dim // 2
@@ -197,7 +205,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     kernels = fused(x, weight)
     if kernels is not None:
         rows = _rows(x)
-        few = kernels.serves(len(rows), weight)
+        few = kernels.serves(rows, weight)
         out: Tensor = kernels.gated_linear(rows, weight) if few else kernels.silu_mul_rows(F.linear(rows, weight))
         return out.view(*x.shape[:-1], -1)
     gate, up = F.linear(x, weight).chunk(2, -1)
@@ -211,7 +219,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _linear_parts(kernels: ModuleType, x_ND: Tensor, weight: Tensor) -> Tensor:
-    if kernels.serves(len(x_ND), weight):
+    if kernels.serves(x_ND, weight):
         parts: Tensor = kernels.linear_parts(x_ND, weight)
         return parts
     return F.linear(x_ND, weight)[None]

@@ -21,7 +21,7 @@ from looped.infer.backends.kernels import interpreter
 from looped.model import ops
 from looped.model.attention import dense_causal
 from looped.model.kernels import all as kernels
-from looped.model.kernels.matmul import Tile
+from looped.model.kernels.matmul import Tile, gated_linear, linear_parts
 from looped.model.layers import run_blocks
 from tests.models import huginn_config, ouro_config, random_model
 
@@ -58,11 +58,11 @@ def close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_products(num_rows: int, inner: int, outer: int, tile: Tile, dtype: torch.dtype) -> None:
     x = draw(num_rows, inner, dtype=dtype)
     w = draw(2 * outer, inner, dtype=dtype, seed=1) * inner**-0.5
-    parts = kernels.linear_parts(x, w, tile)
+    parts = linear_parts(x, w, tile)
     assert parts.shape == (tile.splits, num_rows, 2 * outer)
     close(parts.float().sum(0), x.double() @ w.double().T, dtype)
     with ops.plain():
-        close(kernels.gated_linear(x, w, tile), ops.gated(x, w), dtype)
+        close(gated_linear(x, w, tile), ops.gated(x, w), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,17 +70,17 @@ def test_products_of_rows_apart(dtype: torch.dtype) -> None:
     """Rows of x may lie in a wider tensor, and weights may be a checkpoint's whose sizes divide by nothing."""
     x = draw(5, 3, 48, dtype=dtype)[:, 1]
     w = draw(2 * 33, 48, dtype=dtype, seed=1)
-    close(kernels.linear_parts(x, w).float().sum(0), x.double() @ w.double().T, dtype)
+    close(linear_parts(x, w).float().sum(0), x.double() @ w.double().T, dtype)
     with ops.plain():
-        close(kernels.gated_linear(x, w), ops.gated(x, w), dtype)
+        close(gated_linear(x, w), ops.gated(x, w), dtype)
 
 
 def test_a_row_is_the_same_in_any_batch_of_its_bucket() -> None:
     w = draw(96, 128, dtype=torch.float32, seed=1)
     x = draw(16, 128, dtype=torch.float32)
-    alone = kernels.linear_parts(x[3:4], w)
-    assert torch.equal(kernels.linear_parts(x, w)[:, 3:4], alone)
-    assert torch.equal(kernels.linear_parts(x[2:9], w)[:, 1:2], alone)
+    alone = linear_parts(x[3:4], w)
+    assert torch.equal(linear_parts(x, w)[:, 3:4], alone)
+    assert torch.equal(linear_parts(x[2:9], w)[:, 1:2], alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -165,14 +165,16 @@ def test_chained_blocks_are_the_blocks(config) -> None:
     assert torch.equal(final, model.norm(expected))
 
 
-def test_kernels_serve_halves_in_inference_alone() -> None:
+def test_kernels_serve_halves_without_gradients() -> None:
     x, weight = draw(2, 8, dtype=torch.float16), draw(8, 8, dtype=torch.float16)
-    assert ops.fused(x, weight) is None  # gradients are on
+    trained = torch.nn.Parameter(weight)
+    assert ops.fused(x, trained) is None
+    assert (ops.fused(x, weight, None) is None) == (DEVICE == "cpu")
     with torch.no_grad():
-        assert (ops.fused(x, weight) is None) == (DEVICE == "cpu")
-        assert ops.fused(x.float(), weight) is None
-        with ops.plain():
-            assert ops.fused(x, weight) is None
-            assert ops.describe(torch.device("cuda"), torch.float16) == "plain PyTorch"
+        assert (ops.fused(x, trained) is None) == (DEVICE == "cpu")
+    assert ops.fused(x.float(), weight) is None and ops.fused(x, weight.float()) is None
+    with ops.plain():
+        assert ops.fused(x, weight) is None
+        assert ops.describe(torch.device("cuda"), torch.float16) == "plain PyTorch"
     assert ops.describe(torch.device("cpu"), torch.float16) == "plain PyTorch"
     assert ops.describe(torch.device("cuda"), torch.float64) == "plain PyTorch"

@@ -1,14 +1,14 @@
 """Every kernel's launcher, for `looped.model.ops`, which imports this where Triton is installed."""
 
 from looped.model.kernels.launch import overlaps
-from looped.model.kernels.matmul import MAX_ROWS, gated_linear, linear_parts, serves
 from looped.model.kernels.norms import merge_rows, norm_rows
+from looped.model.kernels.products import describe, gated_linear, linear_parts, serves
 from looped.model.kernels.rope import angle_rows, rope_rows
 from looped.model.kernels.silu import silu_mul_rows
 
 __all__ = [
-    "MAX_ROWS",
     "angle_rows",
+    "describe",
     "gated_linear",
     "linear_parts",
     "merge_rows",

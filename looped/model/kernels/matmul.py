@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, limited by how fast the weights can be read.
+"""Products of a few rows with a weight matrix on any GPU, limited by how fast the weights can be read.
 
 A program takes BN rows of the weight and one of SPLITS parts of the inner dimension. Its sum runs over blocks of BK
 in rising order in float32; the parts of a split product are left as they are, in float32, and whoever reads them
@@ -18,10 +18,6 @@ from torch import Tensor
 
 from looped.model.kernels.launch import after_previous, ask_for, launch_options, overlaps, padded
 
-# Rows that one tile holds; above, the library's kernels are the better ones.
-MAX_ROWS = 64
-# Numbers of a weight, above which the library's kernels are as fast.
-MAX_WEIGHT = 25_000_000
 # Weights of one request to the L2 cache, in numbers.
 ASK = 256
 
@@ -154,7 +150,7 @@ def _gated(
 
 
 def linear_parts(x_ND: Tensor, w_FD: Tensor, tile: Tile | None = None) -> Tensor:
-    """x @ w.T of at most MAX_ROWS rows as parts [S, N, F] to be added: float32, or x's dtype where S is 1."""
+    """x @ w.T of a tile's rows, at most 64, as parts [S, N, F] to be added: float32, or x's dtype where S is 1."""
     num_rows, inner = x_ND.shape
     outer = w_FD.shape[0]
     tile = tile or linear_tile(num_rows, outer, inner)
@@ -170,7 +166,7 @@ def linear_parts(x_ND: Tensor, w_FD: Tensor, tile: Tile | None = None) -> Tensor
 
 
 def gated_linear(x_ND: Tensor, w_2FD: Tensor, tile: Tile | None = None) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T) of at most MAX_ROWS rows: [N, F]; w is gate over up."""
+    """silu(x @ gate.T) * (x @ up.T) of a tile's rows, at most 64: [N, F]; w is gate over up."""
     num_rows, inner = x_ND.shape
     outer = w_2FD.shape[0] // 2
     tile = tile or gated_tile(num_rows, outer, inner)
@@ -188,14 +184,6 @@ def _sizes(tile: Tile, num_rows: int, x: Tensor, part: int) -> dict[str, object]
         "BM": padded(num_rows, least=16), "BN": tile.outer, "BK": tile.inner, "STAGES": tile.num_stages,
         "SWAP": tile.swap, "AHEAD": ahead, "ASK": ASK, "num_warps": tile.num_warps, **launch_options(x.device),
     }  # fmt: skip
-
-
-def serves(num_rows: int, w_FD: Tensor) -> bool:
-    """Whether these kernels are the faster ones: few rows, and a weight that is read in a few microseconds.
-
-    Of weights beyond some 50 MB the library reads as much per second, and its launch no longer counts.
-    """
-    return num_rows <= MAX_ROWS and w_FD.numel() <= MAX_WEIGHT
 
 
 def linear_tile(num_rows: int, outer: int, inner: int) -> Tile:

@@ -14,12 +14,11 @@ HEADS = 4
 
 
 @triton.jit
-def _angles(cos, sin, positions, frequencies, HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _angles(cos, sin, positions, frequencies, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (N,)."""
     row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = pair < HALF
     frequency = tl.load(frequencies + pair, mask=inside, other=0.0)
-    after_previous(OVERLAP)
     angle = tl.load(positions + row).to(tl.float32) * frequency
     tl.store(cos + row * HALF + pair, tl.cos(angle), mask=inside)
     tl.store(sin + row * HALF + pair, tl.sin(angle), mask=inside)
@@ -73,12 +72,14 @@ def _rope(
 
 
 def angle_rows(positions_N: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, K/2] of positions times frequencies (float32 [K/2])."""
+    """Cosines and sines [N, K/2] of positions times frequencies (float32 [K/2]).
+
+    The first kernel of a stage, launched without overlap: what ran before is complete when the stage's layers start.
+    """
     num_rows, half = positions_N.shape[0], frequencies.shape[0]
     out_2NK = torch.empty((2, num_rows, half), dtype=dtype, device=positions_N.device)
     _angles[(num_rows,)](
-        out_2NK[0], out_2NK[1], positions_N, frequencies, HALF=half, BLOCK=padded(half), num_warps=1,
-        **launch_options(positions_N.device),
+        out_2NK[0], out_2NK[1], positions_N, frequencies, HALF=half, BLOCK=padded(half), num_warps=1
     )  # fmt: skip
     return out_2NK[0], out_2NK[1]
 
