@@ -65,9 +65,9 @@ SHAPES = {
     "ouro-1.4b": _OURO,
     "ouro-2.6b": replace(_OURO, num_core_layers=48),
     "huginn-3.5b": _HUGINN,
-    "micro-ouro": replace(_OURO, **_TINY, head_dim=16, num_core_layers=2, max_positions=4096),
+    "micro-ouro": replace(_OURO, **_TINY, head_dim=64, num_core_layers=2, max_positions=4096),
     "micro-huginn": replace(
-        _HUGINN, **_TINY, head_dim=16, num_prelude_layers=1, num_core_layers=2, num_coda_layers=1, max_positions=4096
+        _HUGINN, **_TINY, head_dim=64, num_prelude_layers=1, num_core_layers=2, num_coda_layers=1, max_positions=4096
     ),
 }
 WEIGHT_STD = 0.02
