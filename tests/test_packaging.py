@@ -18,7 +18,9 @@ PINS = {
         Requirement(line) for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line[:1] != "#"
     )
 }
-EXTRAS = {name: wants for name, wants in PROJECT["optional-dependencies"].items() if name != "gpu"}  # pins itself
+# These pin what they ask for themselves.
+PINNED = ("gpu", "fa3")
+EXTRAS = {name: wants for name, wants in PROJECT["optional-dependencies"].items() if name not in PINNED}
 
 
 @pytest.mark.parametrize(

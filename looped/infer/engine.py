@@ -85,7 +85,8 @@ class Engine:
         self._consumed, self._position, self._last = np.zeros((3, limits.max_num_seqs + 1), dtype=np.int64)
         self._tally = Tally(self.policy.max_depth)
         late = self.exits == "device"
-        fuse = late and options.mode == "refill" and limits.min_coda_batch == 1
+        # With layers outside the core, a coda for every row of every step would cost more than it spares.
+        fuse = late and options.mode == "refill" and limits.min_coda_batch == 1 and model.config.fully_looped
         try:
             self.runner = Runner(model, self.policy, options, limits, late, fuse)
         except (torch.OutOfMemoryError, MemoryError) as error:

@@ -27,10 +27,11 @@ from looped.infer.stages import PROMPT_BUCKETS, Stages
 from looped.infer.state import PHASE_OF, DeviceState, Resume, SlotInit
 from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
+from looped.sampling_options import FILTERED, GREEDY, RANDOM
 
 Values = tuple[Tensor | None, ...]
-# Sampling levels that have graphs of their own: greedy, and temperature alone.
-CAPTURED_LEVELS = (0, 1)
+# Sampling levels that have graphs of their own. Penalties and log-probabilities make their tables when first asked for.
+CAPTURED_LEVELS = (GREEDY, RANDOM, FILTERED)
 
 
 @dataclass(eq=False)
@@ -127,9 +128,13 @@ class Runner:
     def _late(self, plan: Plan, keys: int, level: int) -> Values:
         """On rows that the device picks. Values: new tokens if any, and last the queues after it."""
         stages, queues, rows = self.stages, self.queues, plan.rows
-        if plan.fused:
+        if plan.fused and level in CAPTURED_LEVELS:
             name = f"fused-{level}"
             return stages.among(name, CORE, rows, keys, lambda at: (*stages.fused(at, level), queues()))
+        if plan.fused:  # sampling that no graph holds keeps the core step in one
+            (out,) = stages.among("exits", CORE, rows, keys, lambda at: (stages.exits(at),))
+            assert out is not None
+            return (*stages.land(out, level), queues())
         if plan.stage in (Stage.PRELUDE, Stage.CORE):
             run, phase = (stages.prelude, PRELUDE) if plan.stage is Stage.PRELUDE else (stages.core, CORE)
 
@@ -152,8 +157,10 @@ class Runner:
             for rows in sorted(self.graphs.buckets, reverse=True):
                 for stage in kinds:
                     plan = Plan(stage, (0,) * rows, rows=rows, fused=self.fuse and stage is Stage.CORE)
-                    for level in CAPTURED_LEVELS if stage in samples else (0,):
+                    for level in CAPTURED_LEVELS if stage in samples else (GREEDY,):
                         self._late(plan, 1, level) if self.late else self._picked(plan, 1, level)
+                if self.fuse:
+                    self.stages.among("exits", CORE, rows, 1, lambda at: (self.stages.exits(at),))
 
     # Prompts.
 

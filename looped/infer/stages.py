@@ -219,9 +219,16 @@ class Stages:
         return self.sample(at, h, logits, positions, depths, level)
 
     def fused(self, at: Tensor, level: int) -> Sampled:
-        """A core step whose exits run the coda and the next token's prelude at once; other rows become padding."""
+        """A core step whose exits run the coda and the next token's prelude at once."""
+        return self.land(self.exits(at), level)
+
+    def exits(self, at: Tensor) -> Tensor:
+        """A core step; the slots of the rows that leave with it, the others as padding [N]."""
         leaving, _ = self.core(at)
-        out = torch.where(leaving, at, 0)
+        return torch.where(leaving, at, 0)
+
+    def land(self, out: Tensor, level: int) -> Sampled:
+        """Coda and next prelude of rows that left."""
         sampled = self.coda(out, level)
         self.prelude(torch.where(self.state.phase[out] == PRELUDE, out, 0))
         return sampled
