@@ -32,6 +32,8 @@ class OfflineOptions:
     gate: str | None = option(None, "exit gate; the model's own when left out")
     threshold: float | None = option(None, "exit threshold; the gate's own when left out")
     max_loops: int | None = option(None, "R, the loop steps the model is run with")
+    prefill: Literal["dense", "ragged"] = option("dense", "ragged lets prompt tokens leave early (not under cb)")
+    prefill_threshold: float | None = option(None, "exit threshold of a ragged prefill; that of decode when left out")
     exits: Literal["auto", "sync", "lookahead", "device"] = option(
         "auto", "how the host learns of exits; auto: device on a GPU, else sync"
     )
@@ -89,6 +91,8 @@ def run_offline(options: OfflineOptions) -> int:
         raise LoopedError(
             "--record-exits takes the depths of the last of --modes, and cb runs every token at full depth"
         )
+    if options.prefill == "ragged" and options.modes == ("cb",):
+        raise LoopedError("--prefill ragged needs a scheduler with exits among --modes; cb runs every token in full")
     setup, notes = prepare(options)
     for note in notes:
         print(note)
@@ -120,6 +124,8 @@ def prepare(options: OfflineOptions) -> tuple[Setup, list[str]]:
     )
     gate, threshold, notes = _exits(options, model, work)
     engine = EngineOptions(
+        prefill=options.prefill,
+        prefill_threshold=options.prefill_threshold,
         exits=options.exits,
         max_num_batched_tokens=options.max_num_batched_tokens,
         min_free_slots=options.min_free_slots,

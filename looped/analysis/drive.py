@@ -14,7 +14,7 @@ from looped.analysis.device import EnergyMeter, wait
 from looped.infer.engine import Engine
 from looped.infer.request import Output, Request, SamplingParams
 from looped.infer.runner import Ticket
-from looped.infer.scheduler import Plan
+from looped.infer.scheduler import Plan, Stage
 from looped.infer.sequence import EngineSequence
 from looped.infer.stats import Stats
 
@@ -61,6 +61,12 @@ class Run:
     @property
     def tok_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def prompt_tok_s(self) -> float | None:
+        """Prompt tokens by the seconds of their prefills; None where no time was taken."""
+        spent = self.stats.stages[Stage.PREFILL].seconds if self.prefill_seconds is None else self.prefill_seconds
+        return self.stats.prompt_tokens / spent if spent else None
 
     @property
     def prefill_share(self) -> float:

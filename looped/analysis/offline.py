@@ -114,8 +114,11 @@ class _Silent:
 
 
 def _options(setup: Setup, mode: str) -> EngineOptions:
+    engine = setup.engine
+    if mode == "cb":  # every token at full depth, those of prompts too
+        engine = replace(engine, prefill="dense", prefill_threshold=None)
     return replace(
-        setup.engine,
+        engine,
         mode=mode,
         kv=setup.kv,
         gate=setup.gate,

@@ -48,6 +48,12 @@ class ModeResult:
     of_allowed: float | None = None
     gpu_idle: float | None = None
     preemptions: int = 0
+    prompt_tok_s: float | None = None
+    """Prompt tokens by the time of the prefills alone."""
+    prompt_mean_depth: float | None = None
+    """Of a ragged prefill; None after dense ones."""
+    kv_rows_share: float | None = None
+    """Core K/V rows kept, of those that all tokens would keep with R planes each."""
     engine: str = ""
 
 

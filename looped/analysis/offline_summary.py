@@ -44,6 +44,11 @@ class Setup:
     latencies: Latencies | None = None
 
 
+def _mean_depth(counts: tuple[int, ...]) -> float | None:
+    total = sum(counts)
+    return sum(depth * count for depth, count in enumerate(counts)) / total if total else None
+
+
 def median_run(done: list[Run]) -> Run:
     """The run with the median speed (of an even number, the slower of the two in the middle)."""
     return sorted(done, key=lambda one: one.tok_s)[(len(done) - 1) // 2]
@@ -139,6 +144,9 @@ class Summary:
             of_allowed=None if allowed is None else tok_s / allowed,
             gpu_idle=self.idle[mode],
             preemptions=stats.preemptions,
+            prompt_tok_s=median.prompt_tok_s,
+            prompt_mean_depth=_mean_depth(stats.prompt_depth_counts),
+            kv_rows_share=stats.kv.rows / stats.kv.full_rows if stats.kv.full_rows else None,
             engine=self.engines[mode].describe(),
         )
 

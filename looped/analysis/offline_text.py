@@ -69,6 +69,11 @@ def _more(mode: ModeResult) -> list[str]:
     parts = []
     if mode.prefill_share is not None:
         parts.append(f"prefill {mode.prefill_share:.1%}")
+    if mode.prompt_tok_s is not None:
+        depth = "" if mode.prompt_mean_depth is None else f" at mean depth {mode.prompt_mean_depth:.2f}"
+        parts.append(f"{mode.prompt_tok_s:.0f} prompt tok/s{depth}")
+    if mode.kv_rows_share is not None and mode.kv_rows_share < 1:
+        parts.append(f"K/V rows {mode.kv_rows_share:.0%} of N R")
     if mode.joules_per_token is not None:
         parts.append(f"{1e3 * mode.joules_per_token:.1f} mJ/token")
     if mode.gpu_idle is not None:

@@ -57,7 +57,9 @@ class Stepper:
         self.engine = Engine(model, options)
         self.fused = options.exits == "device"
         if self.fused and not self.engine.runner.fuse:
-            raise LoopedError("--exits device is measured where coda and prelude run in the core step: K = 1")
+            raise LoopedError(
+                "--exits device is measured where coda and prelude run in the core step: fully looped models with K = 1"
+            )
         self.max_loops = self.engine.policy.max_depth
         self.passes = WARM_UP + repeats
         self._slots: list[int] = []
