@@ -31,7 +31,7 @@ from looped.infer.scheduler import Limits, Plan, Scheduler, Stage
 from looped.infer.sequence import EngineSequence, NewToken, failed
 from looped.infer.stages import Sampled
 from looped.infer.stats import Stats, Tally
-from looped.model import LoopedLM
+from looped.model import LoopedLM, ops
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class Engine:
             f"{options.mode}: {self.model.name}, R {self.policy.max_depth}, layout {self.policy.layout.name}, {gate}",
             f"exits {self.exits}",
             f"backend {self.runner.backend.describe()}",
+            f"layers {ops.describe(self.model.device, self.model.dtype)}",
             f"{use.num_pages} pages of {use.page_size}, room for {use.capacity_tokens} tokens at "
             f"{use.bytes_per_token} bytes a token",
             f"preemption {self.preemption or 'off'}",

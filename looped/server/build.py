@@ -48,4 +48,5 @@ def engine_info(engine: Engine) -> EngineInfo:
         template=ChatTemplate(model.tokenizer, model.name),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        engine=engine.describe(),
     )

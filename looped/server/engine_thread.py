@@ -63,6 +63,8 @@ class EngineInfo:
     template: ChatTemplate
     dtype: str
     device: str
+    engine: str = ""
+    """What the engine says of itself: exits, backend, pages, graphs."""
 
 
 class Loaded(NamedTuple):

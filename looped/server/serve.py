@@ -89,7 +89,12 @@ def run(options: Options) -> int:
         lifespan="on",
     )
     server = Server(config, thread, options.drain_seconds)
-    thread.on_ready = lambda info: say(f"serving {describe(info, options.served_model_name)}, url {url}")
+
+    def ready(info: EngineInfo) -> None:
+        say(f"serving {describe(info, options.served_model_name)}, url {url}")
+        say(f"engine: {info.engine}")
+
+    thread.on_ready = ready
     with sock:
         server.run(sockets=[sock])
     return exit_code(thread)
