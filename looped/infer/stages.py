@@ -145,7 +145,7 @@ class Stages:
 
     def prelude(self, at: Tensor) -> Tensor | None:
         """Take the last tokens into the loop: embedding, the layers before the core, the gate's state. Returns who
-        is known to leave after the first loop step, None without a gate: bool [N]."""
+        is known to leave after the first loop step: bool [N], or None where nobody can."""
         state, model = self.state, self.model
         positions = state.position[at]
         noise = model.init_state(state.seed[at], positions)
@@ -162,7 +162,7 @@ class Stages:
         gate_rows, ahead = self.gate.start(entry, state.params(at))
         state.put_gate_rows(at, gate_rows)
         state.ahead[at] = ahead
-        return ahead
+        return None if self.dense else ahead  # with dense compute a decision picks the output, nobody leaves by it
 
     def core(self, at: Tensor, riders: Riders | None = None) -> tuple[Tensor, Tensor | None]:
         """One loop step of every row, whatever step it is at. Returns who leaves the loop now, and who is known to
