@@ -63,6 +63,8 @@ class PromptBatch:
         # With dense compute all rows run R loops, whatever their depth is.
         self.depths = np.where((depths < 0) | stages.dense, stages.max_loops, depths)
         self.ragged = bool(self.decided.any() or (self.depths < stages.max_loops).any())
+        self.opens = self.ragged and stages.policy.layout.aliases and not stages.dense
+        """Pages are taken plane by plane, for the rows that are left."""
         self.left = np.arange(len(self.slots))
         self.slots_N = upload(self.slots, torch.long, device)
         self.positions_N = upload(self.positions, torch.long, device)
@@ -137,7 +139,7 @@ class Prompts:
         batch = PromptBatch(pieces, self.stages, self.stages.gate if self.policy.prefill is not None else None)
         for piece in pieces:
             stop = piece.start + len(piece.token_ids)
-            if batch.ragged and self.policy.layout.aliases:
+            if batch.opens:
                 self.kv.cover_outer(piece.slot, piece.start, stop)
             else:
                 self.kv.cover_prompt(piece.slot, piece.start, stop)
@@ -178,7 +180,7 @@ class Prompts:
         batch.step += 1
         plane = self.policy.layout.write_plane(batch.step)
         rows = batch.rows()
-        if batch.ragged and self.policy.layout.aliases:
+        if batch.opens:
             for piece in rows.pieces:
                 self.kv.open_prompt(piece.slot, plane, batch.positions[batch.left[piece.start : piece.stop]])
             self.kv.flush()
