@@ -6,20 +6,47 @@ import functools
 import random
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from looped import generate
-from looped.gates import ConvergenceGate, DelayGate, FixedGate, Gate, HybridGate, OuroGate
+from looped.decode import Generation, PrefillSchedule
+from looped.gates import (
+    Carry,
+    ConvergenceGate,
+    DelayGate,
+    Entry,
+    FixedGate,
+    Gate,
+    HybridGate,
+    OuroGate,
+    Params,
+    ReplayGate,
+)
 from looped.infer import Completion, Engine, EngineOptions, Output, Request, SamplingParams
 from looped.infer.late import LateScheduler
 from looped.model import LoopedLM
+from looped.sampling_options import Sampling
 from tests.models import micro_huginn, micro_ouro, random_lookahead, random_pre_loop
 
 # Lengths of prompts: one token, and around the edges of 16-token pages and 8-token chunks.
 PROMPT_LENS = (1, 15, 16, 33, 8)
+# Depths of the replay gate, by the number of the request.
+REPLAYED = ((4, 1, 3, 2, 4, 1, 2, 1), (4, 2, 2, 1, 1, 3, 4, 4), (4, 4, 1, 1, 1, 2, 3, 1), (4, 3, 4, 2, 1, 4, 1, 2))
 
 
 @functools.cache
 def micro(family: str) -> LoopedLM:
-    return micro_ouro() if family == "ouro" else micro_huginn()
+    """The micro models: `small-` ones have one layer a stage and a context of 26 tokens, for tests of many runs."""
+    makers = {
+        "ouro": micro_ouro,
+        "huginn": micro_huginn,
+        "small-ouro": lambda: micro_ouro(num_core_layers=1, max_positions=26),
+        "small-huginn": lambda: micro_huginn(
+            num_prelude_layers=1, num_core_layers=1, max_loops=4, trained_loops=4, max_positions=26
+        ),
+    }
+    return makers[family]()
 
 
 @functools.cache
@@ -38,17 +65,62 @@ class GateCase(NamedTuple):
 @functools.cache
 def gate_case(family: str, name: str) -> GateCase:
     model = micro(family)
+    most = model.config.max_loops
     cases = {
         "none": lambda: GateCase(None, None),
         "ouro": lambda: GateCase(OuroGate(), 0.6),
         "convergence": lambda: GateCase(ConvergenceGate(), 0.9),
         "fixed": lambda: GateCase(FixedGate(2), None),
+        "fixed-1": lambda: GateCase(FixedGate(1), None),
+        "fixed-R": lambda: GateCase(FixedGate(most), None),
+        "replay": lambda: GateCase(ReplayGate([[min(d, most) for d in row] for row in REPLAYED]), None),
         "delay": lambda: GateCase(DelayGate(ConvergenceGate()), 1.0),
         "lookahead": lambda: GateCase(random_lookahead(model), 0.5),
         "hybrid": lambda: GateCase(HybridGate(random_pre_loop(model), random_lookahead(model)), 0.5),
         "pre-loop": lambda: GateCase(random_pre_loop(model), 0.6),
     }
     return cases[name]()
+
+
+class Capped(Gate):
+    """A gate whose decode tokens leave after at most `most` steps: what `max_depth` of a request does."""
+
+    kind = "capped"
+
+    def __init__(self, inner: Gate, most: int) -> None:
+        self.inner, self.most = inner, most
+        for name in ("latency", "uses_carry", "decode_only", "min_depth", "threshold", "threshold_range"):
+            setattr(self, name, getattr(inner, name))
+
+    def bind(self, model: LoopedLM) -> Gate:
+        return Capped(self.inner.bind(model), self.most)
+
+    def start(self, entry: Entry, params: Params) -> tuple[tuple[Tensor, ...], Tensor]:
+        cap = torch.where(entry.token_index > 0, self.most, params.max_depth)
+        state, ahead = self.inner.start(entry, params)
+        return (cap, *state), ahead | (cap <= 1) if self.latency else ahead
+
+    def step(
+        self, state: tuple[Tensor, ...], z: Tensor, step: Tensor, params: Params
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        cap, *rest = state
+        after, decision = self.inner.step(tuple(rest), z, step, params)
+        return (cap, *after), decision | (step + self.latency >= cap)
+
+    def finish(self, z: Tensor, logits: Tensor, token: Tensor, depth: Tensor) -> Carry:
+        return self.inner.finish(z, logits, token, depth)
+
+
+def has_gate(family: str, gate: str) -> bool:
+    """Whether a micro model can run with a gate: Huginn has none of its own."""
+    return not (gate == "ouro" and "huginn" in family)
+
+
+def exits_modes(family: str, gate: str, mode: str = "refill") -> tuple[str, ...]:
+    """The `exits` modes that a gate allows. `cb` runs without one."""
+    known = gate_case(family, gate).gate
+    ahead = mode == "cb" or known is None or known.latency == 1
+    return ("sync", "lookahead", "device") if ahead else ("sync", "device")
 
 
 @functools.cache
@@ -63,24 +135,62 @@ def reference(
     compute: str = "sparse",
     depth: int | None = None,
     seed: int = 0,
+    prefill_threshold: PrefillSchedule | None = None,
+    threshold: float | None = None,
+    min_depth: int | None = None,
+    max_depth: int | None = None,
+    replayed: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Token ids and depths of the reference decoder, EOS ignored."""
+    result = decoded(
+        family, layout, gate, prompt, max_tokens, chunk_size, compute, depth, seed, prefill_threshold, threshold,
+        min_depth, max_depth, replayed, Sampling(temperature=temperature),
+    )  # fmt: skip
+    return result.token_ids, result.depths
+
+
+def decoded(
+    family: str,
+    layout: str,
+    gate: str,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    chunk_size: int | None = None,
+    compute: str = "sparse",
+    depth: int | None = None,
+    seed: int = 0,
+    prefill_threshold: PrefillSchedule | None = None,
+    threshold: float | None = None,
+    min_depth: int | None = None,
+    max_depth: int | None = None,
+    replayed: int = 0,
+    sampling: Sampling | None = None,
+) -> Generation:
+    """What the reference decoder generates, EOS ignored. `prefill_threshold` asks for a ragged prefill, `max_depth` caps
+    decode tokens, `replayed` is the request's row of the replay gate."""
     case = gate_case(family, gate)
-    result = generate(
+    chosen = case.gate
+    if isinstance(chosen, ReplayGate):
+        chosen = ReplayGate([min(d, micro(family).config.max_loops) for d in REPLAYED[replayed]])
+    if max_depth is not None:
+        chosen = FixedGate(max_depth) if chosen is None else Capped(chosen, max_depth)
+    return generate(
         micro(family),
         prompt,
         layout=layout,
-        gate=case.gate,
-        threshold=case.threshold,
+        gate=chosen,
+        threshold=case.threshold if threshold is None else threshold,
+        min_depth=min_depth,
         depth=depth,
         compute=compute,
+        prefill="dense" if prefill_threshold is None else "ragged",
+        prefill_threshold=prefill_threshold,
         max_new_tokens=max_tokens,
-        temperature=temperature,
+        sampling=sampling or Sampling(temperature=0.0),
         ignore_eos=True,
         chunk_size=chunk_size,
         seed=seed,
     )
-    return result.token_ids, result.depths
 
 
 def drain(engine: Engine, collected: dict[str, list[Output]] | None = None) -> dict[str, list[Output]]:
@@ -138,10 +248,11 @@ def make_engine(
     return Engine(model, EngineOptions(mode=mode, kv=layout, gate=case.gate, threshold=case.threshold, **values))
 
 
-def run(engine: Engine, work: tuple[tuple[int, ...], ...], params: SamplingParams) -> list[Completion]:
-    """Complete all prompts, in order."""
-    for number, prompt in enumerate(work):
-        engine.add(Request(str(number), prompt, params, ordinal=number))
+def run(engine: Engine, work: tuple[tuple[int, ...], ...], params: SamplingParams | list[SamplingParams]) -> Any:
+    """Complete all prompts, in order: a list of completions."""
+    each = params if isinstance(params, list) else [params] * len(work)
+    for number, (prompt, own) in enumerate(zip(work, each, strict=True)):
+        engine.add(Request(str(number), prompt, own, ordinal=number))
     outputs = drain(engine)
     return [completion(outputs[str(number)], prompt) for number, prompt in enumerate(work)]
 
@@ -155,3 +266,28 @@ def completion(outputs: list[Output], prompt: tuple[int, ...]) -> Completion:
         finish_reason=outputs[-1].finish_reason or "",
         prompt_token_ids=list(prompt),
     )
+
+
+def pairs(**choices: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Few rows in which every two values of different options meet (a greedy pairwise cover, always the same)."""
+    names = list(choices)
+    missing = {
+        (a, x, b, y)
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        for x in range(len(choices[a]))
+        for y in range(len(choices[b]))
+    }
+    draw, rows = random.Random(0), []
+    while missing:
+        best: tuple[int, dict[str, int]] = (0, {})
+        for _ in range(30):
+            row = {name: draw.randrange(len(choices[name])) for name in names}
+            a, x, b, y = min(missing) if best[0] == 0 else draw.choice(sorted(missing))
+            row[a], row[b] = x, y
+            met = sum((a, row[a], b, row[b]) in missing for i, a in enumerate(names) for b in names[i + 1 :])
+            best = max(best, (met, row), key=lambda pair: pair[0])
+        row = best[1]
+        missing -= {(a, row[a], b, row[b]) for i, a in enumerate(names) for b in names[i + 1 :]}
+        rows.append({name: choices[name][row[name]] for name in names})
+    return rows

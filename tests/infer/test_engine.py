@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from looped import LoopedError, generate
 from looped.infer import Engine, EngineOptions, Request, SamplingParams
