@@ -1,0 +1,114 @@
+"""The late scheduler beside a simulated device: its bounds are bounds, and everybody gets to the end."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from looped.infer.late import LateScheduler, Queues
+from looped.infer.scheduler import Job, Limits, Plan, Stage
+
+MAX_LOOPS = 4
+
+
+class Device:
+    """Queues as a device keeps them; what the host hears of comes `lag` launches late."""
+
+    def __init__(self, scheduler: LateScheduler, lag: int, exits: st.DataObject) -> None:
+        self.scheduler, self.lag, self.exits = scheduler, lag, exits
+        self.prelude: list[int] = []
+        self.core: dict[int, int] = {}
+        self.coda: list[int] = []
+        self.left: dict[int, int] = {}
+        self.unheard: deque[tuple[Queues, list[int]]] = deque()
+
+    def queues(self) -> Queues:
+        return Queues(len(self.prelude), len(self.core), len(self.coda))
+
+    def launch(self, plan: Plan) -> None:
+        """Do what a launch does; who ends with it is heard of later."""
+        ended: list[int] = []
+        if plan.stage is Stage.PREFILL:
+            for chunk in plan.chunks:
+                if chunk.last:
+                    self._token(chunk.slot, ended)
+        elif plan.stage is Stage.PRELUDE:
+            taken, self.prelude = self.prelude[: plan.rows], self.prelude[plan.rows :]
+            self.core.update(dict.fromkeys(taken, 0))
+        elif plan.stage is Stage.CORE:
+            for slot in list(self.core)[: plan.rows]:
+                self.core[slot] += 1
+                if self.core[slot] == MAX_LOOPS or self.exits.draw(st.booleans()):
+                    del self.core[slot]
+                    self.coda.append(slot)
+            if plan.fused:
+                done, self.coda = self.coda, []
+                for slot in done:
+                    self._token(slot, ended)
+                self.core.update(dict.fromkeys(self.prelude, 0))
+                self.prelude = []
+        else:
+            taken, self.coda = self.coda[: plan.rows], self.coda[plan.rows :]
+            for slot in taken:
+                self._token(slot, ended)
+        self.unheard.append((self.queues(), ended))
+
+    def _token(self, slot: int, ended: list[int]) -> None:
+        self.left[slot] -= 1
+        if self.left[slot] > 0:
+            self.prelude.append(slot)
+        else:
+            ended.append(slot)
+
+    def hear(self) -> None:
+        queues, ended = self.unheard.popleft()
+        self.scheduler.arrived(queues)
+        for slot in ended:
+            self.scheduler.remove(self.scheduler.active[slot])
+
+
+@pytest.mark.parametrize("mode", ["cb", "no-refill", "refill"])
+@pytest.mark.parametrize("fuse", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, data: st.DataObject) -> None:
+    width = data.draw(st.integers(1, 6))
+    limits = Limits.of(width, 8, data.draw(st.integers(1, width)), data.draw(st.integers(1, width)))
+    scheduler = LateScheduler(mode, limits)
+    scheduler.max_loops, scheduler.fuse = MAX_LOOPS, fuse and mode == "refill"
+    device = Device(scheduler, data.draw(st.integers(0, 3)), data)
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
+    jobs = [Job(str(number), 3, 3 + length) for number, length in enumerate(lengths)]
+    for job in jobs:
+        scheduler.add(job)
+    launches = 0
+    while scheduler.has_work:
+        plan = scheduler.next()
+        if plan is None:
+            assert device.unheard, "nothing to run and nothing to hear of"
+            device.hear()
+            continue
+        bounds = scheduler.bounds()
+        assert len(device.prelude) <= bounds.prelude
+        if not scheduler.fuse:
+            assert len(device.core) <= bounds.core
+            # An empty loop leaves only those whose end the host has not heard of.
+            assert len(device.coda) >= bounds.coda or not bounds.core
+            assert bounds.core or len(device.prelude) + len(device.coda) <= len(scheduler.decode)
+        if plan.stage is Stage.CODA and mode == "refill" and bounds.core and not scheduler.can_prefill():
+            assert len(device.coda) >= limits.min_coda_batch
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                device.left[chunk.slot] = lengths[int(scheduler.active[chunk.slot].key)]
+        device.launch(plan)
+        scheduler.launched(plan)
+        launches += 1
+        assert len(scheduler.active) <= width
+        # Every token takes at most R core steps, a coda and a prelude, and what is launched for nothing is bounded.
+        assert launches < 40 + 12 * (1 + device.lag) * sum(lengths), "no end in sight"
+        while len(device.unheard) > device.lag:
+            device.hear()
+    assert not scheduler.decode and scheduler.num_free_slots == width
