@@ -166,8 +166,8 @@ def decoded(
     replayed: int = 0,
     sampling: Sampling | None = None,
 ) -> Generation:
-    """What the reference decoder generates, EOS ignored. `prefill_threshold` asks for a ragged prefill, `max_depth` caps
-    decode tokens, `replayed` is the request's row of the replay gate."""
+    """What the reference decoder generates, EOS ignored. `prefill_threshold` asks for a ragged prefill, `max_depth`
+    caps decode tokens, `replayed` is the request's row of the replay gate."""
     case = gate_case(family, gate)
     chosen = case.gate
     if isinstance(chosen, ReplayGate):
