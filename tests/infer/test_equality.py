@@ -1,7 +1,7 @@
 """The engine against the reference decoder: equal tokens and equal depths, exactly, in float64.
 
-The grid is every layout × gate × scheduler on both families. Widths, coda batches, budgets, chunks, page sizes and
-temperatures rotate over it, so that each layout and gate meets several of each.
+The grid is every layout × gate × scheduler on both families. Ways to hear of exits, padding, widths, coda batches,
+budgets, chunks, page sizes and temperatures rotate over it, so that each layout and gate meets several of each.
 """
 
 import itertools
@@ -12,11 +12,11 @@ import torch
 from looped import SamplingParams
 from looped.gates import ReplayGate
 from looped.infer import Engine, EngineOptions
-from tests.infer.harness import drain, gate_case, make_engine, micro, prompts, reference, run
+from tests.infer.harness import drain, exits_modes, gate_case, make_engine, micro, prompts, reference, run
 from tests.models import micro_ouro
 
 LAYOUTS = ("depth", "last-exited", "ragged", "shared", "first-shared", "modulo-3")
-GATES = ("ouro", "convergence", "fixed", "delay", "lookahead", "pre-loop")
+GATES = ("ouro", "convergence", "fixed", "delay", "lookahead", "pre-loop", "hybrid")
 MAX_TOKENS = 4
 
 # W, K, M, chunk_size, page_size, temperature
@@ -25,7 +25,7 @@ SETTINGS = (
     {"max_num_seqs": 7, "min_coda_batch": 4, "max_num_batched_tokens": 8192, "page_size": 1},
     {"max_num_seqs": 1, "min_coda_batch": 1, "max_num_batched_tokens": 8, "chunk_size": 8, "page_size": 4},
     {"max_num_seqs": 4, "min_coda_batch": 4, "max_num_batched_tokens": 32, "chunk_size": 5, "page_size": 16},
-    {"max_num_seqs": 5, "min_coda_batch": 2, "max_num_batched_tokens": 64, "min_free_slots": 3, "page_size": 3},
+    {"max_num_seqs": 5, "min_coda_batch": 2, "max_num_batched_tokens": 64, "min_free_slots": 3, "page_size": 64},
 )
 
 
@@ -41,9 +41,10 @@ def grid():
             yield pytest.param(family, layout, "none", "cb", next(number), id=f"{family}-{layout}-cb")
 
 
-def settings_for(layout, number):
+def settings_for(family, layout, gate, mode, number):
     # 5 settings against pairs of schedulers: every (layout, gate) meets two of them, every layout all.
-    settings = dict(SETTINGS[number % len(SETTINGS)])
+    ways = exits_modes(family, gate, mode)
+    settings = {**SETTINGS[number % len(SETTINGS)], "exits": ways[number % len(ways)], "pad_batches": number % 4 < 2}
     if layout == "ragged":
         settings["page_size"] = None
     return settings, (0.0, 0.8)[number // len(SETTINGS) % 2]
@@ -51,7 +52,7 @@ def settings_for(layout, number):
 
 @pytest.mark.parametrize(("family", "layout", "gate", "mode", "number"), list(grid()))
 def test_engine_equals_reference(family, layout, gate, mode, number):
-    settings, temperature = settings_for(layout, number)
+    settings, temperature = settings_for(family, layout, gate, mode, number)
     engine = make_engine(family, mode, layout, gate, seed=5, **settings)
     results = run(engine, prompts(), SamplingParams(temperature, MAX_TOKENS, ignore_eos=True))
     # Only where a plane is overwritten do cuts matter, so the reference needs them only there.
