@@ -438,6 +438,9 @@ class Engine:
                 if not first:
                     self._count(sequence, slot, ticket, new.depth)
             if output.finished:
+                ended_there = not new.ok or new.token in sequence.stop_ids or sequence.full
+                if ended_there and isinstance(self.scheduler, LateScheduler):
+                    self.scheduler.left(slot)
                 self._end(sequence, scrub=not new.ok)
 
     def _count(self, sequence: EngineSequence, slot: int, ticket: Ticket, depth: int) -> None:

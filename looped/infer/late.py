@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from looped.infer.scheduler import Counts, Job, Plan, Scheduler, Stage
@@ -21,6 +22,16 @@ class Queues(NamedTuple):
     prelude: int
     core: int
     coda: int
+
+
+@dataclass
+class _Launch:
+    """A launch whose counts are on their way: its stage, the rows it can have moved, and how many the host has taken
+    out since."""
+
+    stage: Stage
+    rows: int
+    gone: int = 0
 
 
 class LateScheduler(Scheduler):
@@ -35,8 +46,10 @@ class LateScheduler(Scheduler):
         self.fuse = False
         self.decode: set[int] = set()
         self._known = Queues(0, 0, 0)
-        self._since: deque[tuple[Stage, int]] = deque()
-        """Launches whose counts have not arrived: the stage, and the rows it can have moved."""
+        self._since: deque[_Launch] = deque()
+        """Launches whose counts have not arrived."""
+        self._gone = 0
+        """Of the rows in the counts known, those that the host has taken out since."""
         self._rounds = 0
         """Core steps launched since rows last entered the loop: after R of them it is empty."""
 
@@ -49,12 +62,22 @@ class LateScheduler(Scheduler):
 
     def _unqueue(self, job: Job) -> None:
         super()._unqueue(job)
-        self.decode.discard(job.slot)
+        if job.slot in self.decode:
+            self.decode.discard(job.slot)
+            self._gone += 1
+            for launch in self._since:
+                launch.gone += 1
+
+    def left(self, slot: int) -> None:
+        """A sequence ended on the device: it is in no queue that is counted there. `remove` follows."""
+        self.decode.discard(slot)
 
     def bounds(self) -> Queues:
         """Upper bounds of prelude and core, lower bound of coda (exact once the loop has certainly run empty)."""
         prelude, core, coda = self._known
-        for stage, rows in self._since:
+        coda = max(0, coda - self._gone)
+        for launch in self._since:
+            stage, rows = launch.stage, launch.rows
             if stage is Stage.PREFILL:
                 prelude += rows
             elif stage is Stage.PRELUDE:
@@ -101,9 +124,9 @@ class LateScheduler(Scheduler):
             self._rounds += 1
         elif plan.stage is not Stage.CODA:
             self._rounds = 0
-        self._since.append((plan.stage, rows))
+        self._since.append(_Launch(plan.stage, rows))
 
     def arrived(self, queues: Queues) -> None:
         """The queues after the oldest launch that was not known of."""
-        self._since.popleft()
+        self._gone = self._since.popleft().gone
         self._known = queues

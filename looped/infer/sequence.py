@@ -65,6 +65,10 @@ class EngineSequence:
         """Position of the newest token known to the host, the one to run next."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
+    @property
+    def full(self) -> bool:
+        return self.position + 1 >= self.job.max_len
+
     def ends_with_next(self) -> bool:
         """Whether the next token is certainly the last one."""
         return self.position + 2 >= self.job.max_len
@@ -109,7 +113,7 @@ class EngineSequence:
         if reader is not None:
             text = reader.push(new.token)
         stopped = new.token in self.stop_ids or (reader is not None and reader.stopped)
-        full = self.position + 1 >= self.job.max_len
+        full = self.full
         if (stopped or full) and reader is not None:
             text += reader.finish()
             stopped = stopped or reader.stopped
