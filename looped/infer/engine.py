@@ -356,8 +356,8 @@ class Engine:
             self.runner.admit(starting)
 
     def _foresee(self, plan: Plan) -> None:
-        """What the gate said of the next step of sequences that came back."""
-        if self.exits == "lookahead":
+        """What the gate said of the next step of sequences that came back; with dense compute nobody leaves by it."""
+        if self.exits == "lookahead" and not self.policy.dense_compute:
             for slot in plan.slots:
                 self._ahead[slot] = bool(self.runner.state.ahead[slot])
 
@@ -412,7 +412,10 @@ class Engine:
         elif plan.stage in (Stage.PRELUDE, Stage.CORE) and not isinstance(self.scheduler, LateScheduler):
             ahead = values[-1]
             if ahead is not None:
-                self._ahead[list(plan.slots)] = ahead.numpy()[: len(plan.slots)]
+                for slot, leaves in zip(plan.slots, ahead.tolist(), strict=False):
+                    # A sequence may have come back to the slot of one that ended.
+                    if ticket.owners.get(slot) is self._by_slot.get(slot):
+                        self._ahead[slot] = leaves
             if plan.stage is Stage.CORE and values[0] is not None:
                 return [slot for slot, leaves in zip(plan.slots, values[0].tolist(), strict=False) if leaves]
         return []
