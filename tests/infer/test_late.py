@@ -23,14 +23,21 @@ class Device:
         self.core: dict[int, int] = {}
         self.coda: list[int] = []
         self.left: dict[int, int] = {}
-        self.unheard: deque[tuple[Queues, list[int]]] = deque()
+        self.unheard: deque[tuple[Queues, list[Job]]] = deque()
+        self.killed: list[int] = []
+
+    def all(self) -> tuple[list[int], list[int], list[int]]:
+        return self.prelude, list(self.core), self.coda
 
     def queues(self) -> Queues:
         return Queues(len(self.prelude), len(self.core), len(self.coda))
 
     def launch(self, plan: Plan) -> None:
-        """Do what a launch does; who ends with it is heard of later."""
-        ended: list[int] = []
+        """Do what a launch does; who ends with it is heard of later. Those that the host took out go first."""
+        ended: list[Job] = []
+        for slot in self.killed:
+            self.forget(slot)
+        self.killed = []
         if plan.stage is Stage.PREFILL:
             for chunk in plan.chunks:
                 if chunk.last:
@@ -56,25 +63,39 @@ class Device:
                 self._token(slot, ended)
         self.unheard.append((self.queues(), ended))
 
-    def _token(self, slot: int, ended: list[int]) -> None:
+    def forget(self, slot: int) -> None:
+        self.prelude = [other for other in self.prelude if other != slot]
+        self.coda = [other for other in self.coda if other != slot]
+        self.core.pop(slot, None)
+
+    def _token(self, slot: int, ended: list[Job]) -> None:
         self.left[slot] -= 1
         if self.left[slot] > 0:
             self.prelude.append(slot)
         else:
-            ended.append(slot)
+            ended.append(self.scheduler.active[slot])
+
+    def abort(self, job: Job) -> None:
+        """The host takes a sequence out; the device hears of it with the next launch."""
+        if job.slot:
+            self.killed.append(job.slot)
+        self.scheduler.remove(job)
 
     def hear(self) -> None:
         queues, ended = self.unheard.popleft()
         self.scheduler.arrived(queues)
-        for slot in ended:
-            self.scheduler.remove(self.scheduler.active[slot])
+        for job in ended:
+            if job.slot and self.scheduler.active[job.slot] is job:
+                self.scheduler.left(job.slot)
+                self.scheduler.remove(job)
 
 
 @pytest.mark.parametrize("mode", ["cb", "no-refill", "refill"])
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("aborts", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, data: st.DataObject) -> None:
+def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, aborts: bool, data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 6))
     limits = Limits.of(width, 8, data.draw(st.integers(1, width)), data.draw(st.integers(1, width)))
     scheduler = LateScheduler(mode, limits)
@@ -92,14 +113,15 @@ def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, data: st.DataObje
             device.hear()
             continue
         bounds = scheduler.bounds()
-        assert len(device.prelude) <= bounds.prelude
+        prelude, core, coda = (len([slot for slot in queue if slot not in device.killed]) for queue in device.all())
+        assert prelude <= bounds.prelude
         if not scheduler.fuse:
-            assert len(device.core) <= bounds.core
+            assert core <= bounds.core
             # An empty loop leaves only those whose end the host has not heard of.
-            assert len(device.coda) >= bounds.coda or not bounds.core
-            assert bounds.core or len(device.prelude) + len(device.coda) <= len(scheduler.decode)
+            assert coda >= bounds.coda or not bounds.core
+            assert bounds.core or prelude + coda <= len(scheduler.decode)
         if plan.stage is Stage.CODA and mode == "refill" and bounds.core and not scheduler.can_prefill():
-            assert len(device.coda) >= limits.min_coda_batch
+            assert coda >= limits.min_coda_batch
         for chunk in plan.chunks:
             if chunk.start == 0:
                 device.left[chunk.slot] = lengths[int(scheduler.active[chunk.slot].key)]
@@ -111,4 +133,7 @@ def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, data: st.DataObje
         assert launches < 40 + 12 * (1 + device.lag) * sum(lengths), "no end in sight"
         while len(device.unheard) > device.lag:
             device.hear()
+        living = [*scheduler.active.values(), *scheduler.waiting]
+        if aborts and living and data.draw(st.sampled_from([False, False, False, True])):
+            device.abort(data.draw(st.sampled_from(living)))
     assert not scheduler.decode and scheduler.num_free_slots == width
