@@ -60,8 +60,8 @@ class PromptBatch:
         depths = np.concatenate(known).astype(np.int64)
         self.decided = (depths < 0) & (gate is not None)
         """Rows whose depth is the gate's to say."""
-        # With dense compute all rows run R loops, whatever their depth is.
-        self.depths = np.where((depths < 0) | stages.dense, stages.max_loops, depths)
+        # With dense compute all rows run R loops, and their depth is where the state they leave with is taken.
+        self.depths = np.where(depths < 0, stages.max_loops, depths)
         self.ragged = bool(self.decided.any() or (self.depths < stages.max_loops).any())
         self.opens = self.ragged and stages.policy.layout.aliases and not stages.dense
         """Pages are taken plane by plane, for the rows that are left."""
@@ -147,6 +147,8 @@ class Prompts:
         noise = model.init_state(state.seed[batch.slots_N], batch.positions_N)
         tokens = upload(np.concatenate([piece.token_ids for piece in pieces]), torch.long, model.device)
         batch.h, batch.injection = model.prelude(tokens, batch.positions_N, self._outer(batch), noise)
+        if self.policy.dense_compute and batch.ragged:
+            batch.exit_h = batch.h.clone()
         if batch.decided.any():
             self._start_gate(batch)
         return batch
@@ -163,8 +165,6 @@ class Prompts:
         none = torch.zeros_like(batch.positions_N)
         entry = Entry(self.model.readout(batch.h), batch.injection, None, none, none)
         batch.gate_state, batch.ahead = gate.start(entry, batch.params)
-        if self.policy.dense_compute:
-            batch.exit_h = batch.h.clone()
 
     def loop(self, batch: PromptBatch) -> None:
         """One loop step of the rows that are left."""

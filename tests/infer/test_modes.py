@@ -224,6 +224,18 @@ def test_preempted_sequences_go_on_exactly(preemption: str, layout: str, mode: s
         assert engine.stats.preemptions
 
 
+@pytest.mark.parametrize("layout", ["depth", "last-exited", "ragged"])
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_preempted_with_dense_compute(preemption: str, layout: str) -> None:
+    """Layers behind the core keep K/V of the states that tokens left with, not of those after R loops."""
+    pages = {"num_pages": 110} if layout == "ragged" else {"num_pages": 30, "page_size": 4}
+    engine = check(
+        "huginn", "refill", layout, "lookahead", prompts((9, 11, 10)), SamplingParams(0, 9, ignore_eos=True),
+        compute="dense", preemption=preemption, max_num_seqs=3, min_free_slots=1, **pages,
+    )  # fmt: skip
+    assert engine.stats.preemptions
+
+
 @pytest.mark.parametrize("compute", ["sparse", "dense"])
 def test_a_sequence_that_comes_back_is_not_taken_for_the_one_before(compute: str) -> None:
     """Its slot was another's a moment ago, whose last core step is still unread: that says nothing about it."""
