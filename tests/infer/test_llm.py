@@ -58,14 +58,19 @@ def test_parameters_may_differ_by_prompt(model):
         LLM(model).generate(prompts(), params[:1])
 
 
-def test_stop_strings_cut_the_text(model):
-    token_ids, _ = reference("ouro", "ragged", "none", prompts()[1], 12)
-    text = Letters().decode(token_ids)
-    stop = text[4:6]
-    result = LLM(model).generate([prompts()[1]], SamplingParams(0, 12, True, stop=stop))[0]
-    assert result.text == text[: text.index(stop)]
-    assert result.finish_reason == "stop"
-    assert result.token_ids == token_ids[: text.index(stop) + 2]
+@pytest.mark.parametrize("exits", ["sync", "lookahead", "device"])
+@pytest.mark.parametrize("coda_batch", [1, 2])
+def test_stop_strings_cut_the_text(model, exits, coda_batch):
+    """Nobody but the host sees them: what the device made beyond one is dropped, and the slot serves the next."""
+    wanted = [reference("ouro", "ragged", "none", prompt, 12)[0] for prompt in prompts()]
+    texts = [Letters().decode(token_ids) for token_ids in wanted]
+    stops = [text[4:6] for text in texts]
+    params = [SamplingParams(0, 12, True, stop=stop) for stop in stops]
+    llm = LLM(model, exits=exits, max_num_seqs=2, min_coda_batch=coda_batch, min_free_slots=1)
+    for result, text, stop, token_ids in zip(llm.generate(prompts(), params), texts, stops, wanted, strict=True):
+        assert result.text == text[: text.index(stop)]
+        assert result.finish_reason == "stop"
+        assert result.token_ids == token_ids[: text.index(stop) + 2]
 
 
 def test_a_refused_prompt_leaves_nothing_behind(model):
