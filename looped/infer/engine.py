@@ -110,6 +110,7 @@ class Engine:
         )
         if isinstance(scheduler, LateScheduler):
             scheduler.max_loops, scheduler.fuse = self.policy.max_depth, fuse
+            scheduler.padded = self.runner.stages.bucket
         return scheduler
 
     def _exits(self) -> str:

@@ -9,7 +9,7 @@ wait leaves the rest for the next launch, and one launched for more pads, so no 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class LateScheduler(Scheduler):
         super().__post_init__()
         self.max_loops = 1
         self.fuse = False
+        self.padded: Callable[[int], int] = int
+        """Rows that a launch for so many is padded to: it takes that many, if they wait."""
         self.decode: set[int] = set()
         self._known = Queues(0, 0, 0)
         self._since: deque[_Launch] = deque()
@@ -107,7 +109,7 @@ class LateScheduler(Scheduler):
 
     def launched(self, plan: Plan, ending: Collection[int] = ()) -> None:
         """A launch was made; what it did to the queues is known later."""
-        rows = plan.rows or len(plan.slots)
+        rows = len(plan.slots)
         if plan.stage is Stage.PREFILL:
             complete = [chunk.slot for chunk in plan.chunks if chunk.last]
             self.decode.update(slot for slot in complete if slot not in ending)
@@ -119,6 +121,7 @@ class LateScheduler(Scheduler):
                 self.decode.add(slot)
             self._record(plan)
         else:
+            rows = self.padded(max(plan.rows, 1))
             self._record(plan)
         if plan.stage is Stage.CORE:
             self._rounds += 1

@@ -35,6 +35,7 @@ class Device:
     def launch(self, plan: Plan) -> None:
         """Do what a launch does; who ends with it is heard of later. Those that the host took out go first."""
         ended: list[Job] = []
+        rows = self.scheduler.padded(plan.rows)
         for slot in self.killed:
             self.forget(slot)
         self.killed = []
@@ -43,10 +44,10 @@ class Device:
                 if chunk.last:
                     self._token(chunk.slot, ended)
         elif plan.stage is Stage.PRELUDE:
-            taken, self.prelude = self.prelude[: plan.rows], self.prelude[plan.rows :]
+            taken, self.prelude = self.prelude[:rows], self.prelude[rows:]
             self.core.update(dict.fromkeys(taken, 0))
         elif plan.stage is Stage.CORE:
-            for slot in list(self.core)[: plan.rows]:
+            for slot in list(self.core)[:rows]:
                 self.core[slot] += 1
                 if self.core[slot] == MAX_LOOPS or self.exits.draw(st.booleans()):
                     del self.core[slot]
@@ -58,7 +59,7 @@ class Device:
                 self.core.update(dict.fromkeys(self.prelude, 0))
                 self.prelude = []
         else:
-            taken, self.coda = self.coda[: plan.rows], self.coda[plan.rows :]
+            taken, self.coda = self.coda[:rows], self.coda[rows:]
             for slot in taken:
                 self._token(slot, ended)
         self.unheard.append((self.queues(), ended))
@@ -100,6 +101,8 @@ def test_bounds_hold_and_everybody_ends(mode: str, fuse: bool, aborts: bool, dat
     limits = Limits.of(width, 8, data.draw(st.integers(1, width)), data.draw(st.integers(1, width)))
     scheduler = LateScheduler(mode, limits)
     scheduler.max_loops, scheduler.fuse = MAX_LOOPS, fuse and mode == "refill"
+    if data.draw(st.booleans()):
+        scheduler.padded = lambda rows: 1 << (rows - 1).bit_length()
     device = Device(scheduler, data.draw(st.integers(0, 3)), data)
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
     jobs = [Job(str(number), 3, 3 + length) for number, length in enumerate(lengths)]
