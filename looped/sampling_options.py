@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class Sampling:
         checks.given(**kinds)
         checks.whole_numbers(top_k=self.top_k, min_tokens=self.min_tokens, logprobs=logprobs)
         checks.numbers(**kinds)
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise LoopedError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise LoopedError(f"top_p must be above 0 and at most 1, got {self.top_p}")
@@ -66,7 +66,7 @@ class Sampling:
             raise LoopedError(f"top_k must be 0 or -1 (off) or a number of tokens, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise LoopedError(f"min_p must be between 0 and 1, got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 0 < self.repetition_penalty <= sys.float_info.max:
             raise LoopedError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
@@ -113,7 +113,7 @@ def _bias(given: object) -> dict[int, float] | None:
     for token, value in zip(ids, given.values(), strict=True):
         checks.given(**{f"logit_bias of token {token}": value})
         checks.numbers(**{f"logit_bias of token {token}": value})
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:
             raise LoopedError(f"logit_bias of token {token} must be a finite number, got {value}")
     return {token: float(value) for token, value in zip(ids, given.values(), strict=True)}
 

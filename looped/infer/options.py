@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from looped import checks
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from looped.kv import KVLayout
 
 EXITS = ("auto", "sync", "lookahead", "device")
+MAX_INDEX = (1 << 31) - 1  # tables hold int32
 PREEMPTION = ("auto", "recompute", "offload", "off")
 
 
@@ -55,6 +57,12 @@ class EngineOptions:
     poison: bool = False
     pad_batches: bool | None = None
 
+    def __post_init__(self) -> None:
+        for item in fields(self):  # numpy's whole numbers lack methods of Python's
+            value = getattr(self, item.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, item.name, int(value))
+
     def check(self) -> None:
         """Raise `LoopedError` for unknown names, wrong types and options that contradict each other."""
         self._check_types()
@@ -85,3 +93,13 @@ class EngineOptions:
         checks.given(**{name: getattr(self, name) for name in (*sizes, "kv_headroom")})
         checks.whole_numbers(**{name: getattr(self, name) for name in (*sizes, *optional)})
         checks.numbers(threshold=self.threshold, kv_headroom=self.kv_headroom)
+        for name in ("mode", "compute", "prefill", "exits", "backend", "preemption"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name != "preemption"):
+                raise LoopedError(f"{name} must be a name, got {value!r}")
+        for name in ("mix_prefill", "prefix_caching", "graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise LoopedError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("max_num_seqs", "num_pages", "page_size"):
+            if (getattr(self, name) or 0) > MAX_INDEX:
+                raise LoopedError(f"{name} must be at most {MAX_INDEX}, got {getattr(self, name)}")

@@ -50,6 +50,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks.given(temperature=self.temperature, max_tokens=self.max_tokens, n=self.n)
         checks.numbers(temperature=self.temperature, exit_threshold=self.exit_threshold)
+        if not isinstance(self.ignore_eos, bool):
+            raise LoopedError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         names = ("max_tokens", "seed", "min_depth", "max_depth", "n")
         checks.whole_numbers(**{name: getattr(self, name) for name in names})
         if self.max_tokens < 1:

@@ -1,5 +1,6 @@
 """The offline API, with a tokenizer of one character a token."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,8 +154,34 @@ def test_children_of_parameters():
         ({"logprobs": 21}, "logprobs"),
         ({"min_tokens": 17}, "min_tokens 17 is above max_tokens 16"),
         ({"stop_token_ids": range(65)}, "64"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty must be a finite number"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias of token 1 must be a finite number"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
     ],
 )
 def test_parameters_out_of_range(params, said):
     with pytest.raises(LoopedError, match=said):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": []}, "mode must be a name"),
+        ({"backend": None}, "backend must be a name"),
+        ({"preemption": 3}, "preemption must be a name"),
+        ({"graphs": "off"}, "graphs must be True or False"),
+        ({"mix_prefill": 1}, "mix_prefill must be True or False"),
+        ({"num_pages": 1 << 63}, "num_pages must be at most"),
+        ({"max_num_seqs": 10**400}, "max_num_seqs must be at most"),
+    ],
+)
+def test_options_of_the_wrong_type_or_beyond_any_memory(model, options, said):
+    with pytest.raises(LoopedError, match=said):
+        LLM(model, **options)
+
+
+def test_whole_numbers_of_numpy_are_options(model):
+    llm = LLM(model, kv="ragged", depth=np.int64(2), max_num_seqs=np.int32(2))
+    assert llm.generate("hello", SamplingParams(0, 3))[0].depths == [2, 2, 2]
