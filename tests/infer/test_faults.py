@@ -205,7 +205,7 @@ def test_sequences_that_end_in_a_failing_step_are_reported_once_and_freed(monkey
 
 
 def test_memory_that_does_not_suffice_says_what_to_lower(monkeypatch):
-    with pytest.raises(LoopedError, match="lower num_pages"):
+    with pytest.raises(LoopedError, match="num_pages must be at most"):
         make_engine("ouro", num_pages=1 << 42)
 
     def full(*_: object, **__: object) -> None:
