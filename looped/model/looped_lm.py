@@ -15,7 +15,7 @@ from looped import checks, rng
 from looped.config import ModelConfig
 from looped.errors import LoopedError
 from looped.model.attention import Attend, dense_causal
-from looped.model.layers import Block, RMSNorm, rotary
+from looped.model.layers import Block, RMSNorm, rotary, run_blocks
 from looped.model.tokenizer import Tokenizer
 
 # Scale of the initial state: init std times embedding scale in the official code.
@@ -99,8 +99,7 @@ class LoopedLM(nn.Module):
             x = x * self.config.embed_scale
         if self.prelude_blocks:
             rope = rotary(positions, self.config, x.dtype)
-            for layer, block in enumerate(self.prelude_blocks):
-                x = block(x, rope, layer, attend)
+            x = run_blocks(self.prelude_blocks, x, rope, 0, attend)
         return (x, None) if state is None else (state.to(x.dtype), x)
 
     def core(
@@ -110,9 +109,8 @@ class LoopedLM(nn.Module):
         if self.adapter is not None:
             h = self.adapter(torch.cat((h, h if injection is None else injection), -1))
         rope = rotary(positions, self.config, h.dtype)
-        for layer, block in enumerate(self.core_blocks, start=self.config.num_prelude_layers):
-            h = block(h, rope, layer, attend)
-        return self._final_norm(h) if self.config.loop_norm else h
+        final = self.norm if self.config.loop_norm else None
+        return run_blocks(self.core_blocks, h, rope, self.config.num_prelude_layers, attend, final)
 
     def readout(self, h: Tensor) -> Tensor:
         """What a gate sees of the state h [..., D]: Ouro's final norm of it, Huginn's state as it is."""
@@ -129,8 +127,7 @@ class LoopedLM(nn.Module):
             h = self.norm(h)
         if self.coda_blocks:
             rope = rotary(positions, self.config, h.dtype)
-            for layer, block in enumerate(self.coda_blocks, start=self.config.core_layers.stop):
-                h = block(h, rope, layer, attend)
+            h = run_blocks(self.coda_blocks, h, rope, self.config.core_layers.stop, attend)
         if rows is not None:
             h = h[rows]
         if self.coda_blocks or not self.config.loop_norm:

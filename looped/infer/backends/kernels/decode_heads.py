@@ -17,6 +17,10 @@ from torch import Tensor
 from looped.infer.backends.base import DecodeBatch
 from looped.infer.backends.kernels.lookup import accumulator, padded, pool_row, pool_rows, rows_apart
 from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, split_keys
+from looped.model.kernels.launch import after_previous, launch_options
+
+# Rows times heads from which programs are small.
+MANY = 256
 
 
 @triton.jit
@@ -55,9 +59,10 @@ def _decode(
     q_row, q_head, k_row, k_head, v_row, v_head, table_slot, table_plane, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
-    STAGES: tl.constexpr, ACC: tl.constexpr,
+    STAGES: tl.constexpr, ACC: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs a row and head, H, N)."""
+    after_previous(OVERLAP)
     program, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     NEVER: tl.constexpr = -1.0e30  # below every score; finite, so that differences of two are numbers
     ROW: tl.constexpr = 2 * HEADS * HEAD_DIM
@@ -131,24 +136,28 @@ def decode_heads(
     k_NHK: Tensor,
     v_NHK: Tensor,
     block: int | None = None,
-    num_stages: int = 2,
-    num_warps: int = 4,
+    num_stages: int | None = None,
+    num_warps: int | None = None,
 ) -> Tensor:
     """Store K/V of one new token a row in `kv` [rows, 2, H, K] and attend to it and all earlier ones: [N, H, K].
 
-    `block`, `num_stages` and `num_warps` are the launch's; the defaults are meant for Hopper.
+    `block`, `num_stages` and `num_warps` are the launch's; the defaults are meant for Hopper. Batches that fill it
+    take small programs, of which more fit beside each other.
     """
     q_NHK, k_NHK, v_NHK = rows_apart(q_NHK), rows_apart(k_NHK), rows_apart(v_NHK)
     num_rows, heads, head_dim = q_NHK.shape
     out_NHK = torch.empty((num_rows, heads, head_dim), dtype=q_NHK.dtype, device=q_NHK.device)
     width = padded(head_dim)
+    many = num_rows * heads >= MANY
+    block = block or block_keys(width, kv.dtype) // (2 if many else 1)
+    num_stages, num_warps = num_stages or (4 if many else 2), num_warps or (2 if many else 4)
     _decode[(scratch.num_programs, heads, num_rows)](
         out_NHK, q_NHK, k_NHK, v_NHK, kv, table_SPB, batch.slots, batch.planes, batch.positions,
         scratch.acc, scratch.stats, scratch.arrived,
         *q_NHK.stride()[:2], *k_NHK.stride()[:2], *v_NHK.stride()[:2], *table_SPB.stride()[:2], scratch.num_splits,
         HEADS=heads, HEAD_DIM=head_dim, PADDED=width, PAGE=page_size, SCALE=math.log2(math.e) * head_dim**-0.5,
-        SPLIT_KEYS=scratch.split_keys, MAX_SPLITS=scratch.max_splits, BLOCK=block or block_keys(width, kv.dtype),
-        FOLD=16, STAGES=num_stages, ACC=accumulator(kv.dtype), num_warps=num_warps,
+        SPLIT_KEYS=scratch.split_keys, MAX_SPLITS=scratch.max_splits, BLOCK=block,
+        FOLD=16, STAGES=num_stages, ACC=accumulator(kv.dtype), num_warps=num_warps, **launch_options(kv.device),
     )  # fmt: skip
     return out_NHK
 
