@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from looped.train import ranks
+
 PriorName = Literal["poisson", "geometric", "uniform"]
 
 _POISSON_RATE = 2.1
@@ -46,12 +48,12 @@ def exit_distribution(hazards: Tensor) -> Tensor:
 def global_kl(pi: Tensor, prior: Tensor, mask: Tensor | None = None) -> Tensor:
     """KL(mean of pi || prior), nats (ragged KV, eq. 10): single tokens may differ in depth.
 
-    The mean of pi [..., R] runs over all tokens, or over those of mask [...].
+    The mean of pi [..., R] runs over all tokens, or over those of mask [...]: those of every process that trains.
     """
     if mask is None:
-        return _kl(pi.flatten(0, -2).mean(0), prior)
-    share = mask[..., None] / mask.sum().clamp_min(1)
-    return _kl((pi * share).flatten(0, -2).sum(0), prior)
+        return _kl(ranks.mean(pi.flatten(0, -2).mean(0)), prior)
+    share = mask[..., None] / ranks.total(mask.sum()).clamp_min(1)
+    return _kl(ranks.total((pi * share).flatten(0, -2).sum(0)), prior)
 
 
 def local_kl(pi: Tensor, prior: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
-from looped.train import exits
+from looped.train import exits, ranks
 from looped.train.kept import BestAvailable, LastPlane
 from looped.train.losses import chunked_loss, head_loss, logits_loss
 from looped.train.recipe import Objective, Recurrence
@@ -56,11 +56,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, mask: Tensor, other: float) -> Tensor:
-    """Mean of values [B, T] with weight 1 where mask holds and `other` elsewhere."""
+    """Mean of values [B, T] with weight 1 where mask holds and `other` elsewhere.
+
+    Over several processes, the mean of what each returns is the mean over all their tokens.
+    """
     if other == 1.0:
         return values.mean()
     weights = torch.where(mask, 1.0, other)
-    return (values * weights).sum() / weights.sum()
+    return (values * weights).sum() / ranks.mean(weights.sum())
 
 
 class OuroLoss:
@@ -97,7 +100,9 @@ class OuroLoss:
 
     def ragged(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
         generator = torch.Generator(batch.inputs.device).manual_seed(moment.seed)
-        draws = torch.rand(*batch.inputs.shape, self.num_loops, device=batch.inputs.device, generator=generator)
+        rows, length = batch.inputs.shape
+        shape = (ranks.world() * rows, length, self.num_loops)
+        draws = ranks.mine(torch.rand(shape, device=batch.inputs.device, generator=generator))
 
         def leave(z: Tensor, step: int) -> Tensor:
             return draws[..., step - 1] < gate_hazard(model, z.detach()).squeeze(-1)
@@ -274,7 +279,8 @@ class HuginnLoss:
     ) -> None:
         """K/V of every position at a random exit depth in ceil(R/2)..R of a dense forward."""
         low = (steps + 1) // 2
-        depth = torch.randint(low, steps + 1, inputs.shape, generator=generator).to(inputs.device)
+        shape = (ranks.world() * inputs.shape[0], inputs.shape[1])
+        depth = ranks.mine(torch.randint(low, steps + 1, shape, generator=generator)).to(inputs.device)
         self.last_plane.begin(model.config.core_layers)
         record_last_plane(model, inputs, state, depth, self.last_plane)
         torch.clear_autocast_cache()  # it holds weights cast without gradient
@@ -293,7 +299,7 @@ def record_last_plane(model: LoopedLM, inputs: Tensor, state: Tensor | None, dep
 def initial_state(model: LoopedLM, inputs: Tensor, seed: int) -> Tensor | None:
     """The noise that the loop starts from, a fresh one per row and run: [B, T, D], None for Ouro."""
     positions = torch.arange(inputs.shape[-1], device=inputs.device).expand_as(inputs)
-    rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None].expand_as(inputs)
+    rows = ranks.mine(torch.arange(ranks.world() * inputs.shape[0], device=inputs.device))[:, None].expand_as(inputs)
     return model.init_state(rows + (seed << 20), positions)
 
 
