@@ -31,12 +31,18 @@ from looped.sampling_options import Sampling
 class PrefillSchedule:
     """Thresholds of a ragged prefill: constant, or falling by a cosine from 1 at the prompt's start to `threshold`.
 
-    The first `protected` tokens run at full depth (ragged KV, appendix E).
+    The first `protected` tokens run at full depth (ragged KV, appendix E). With `block` the tokens of a chunk leave
+    together, as in Huginn's official code: `looped.generate` alone, with a training-free criterion, does that.
     """
 
     threshold: float
     cosine: bool = False
     protected: int = 0
+    block: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block and (self.cosine or self.protected):
+            raise LoopedError("a prompt that leaves as one block has one threshold and no protected tokens")
 
     def thresholds(self, positions: Tensor, prompt_len: int) -> Tensor:
         """The threshold at each position of a prompt: [N] to [N]."""
@@ -118,6 +124,14 @@ def resolve_policy(
         given = prefill_threshold if prefill_threshold is not None else chosen
         schedule = given if isinstance(given, PrefillSchedule) else PrefillSchedule(given)
         bound.check_threshold(schedule.threshold)
+        if schedule.block:
+            bound.as_block()  # refuses where it cannot
+        elif bound.needs_logits and model.config.num_coda_layers:
+            # Coda layers would read states of tokens that are still in the loop, other ones if the prompt were cut.
+            raise LoopedError(
+                f"the {bound.name} gate looks at logits, and those of a prompt token depend on where the tokens before "
+                f"it stand in the coda layers of {model.name}: it cannot run in a ragged prefill"
+            )
         if bound.decode_only:
             schedule = None
     elif prefill_threshold is not None:
@@ -188,6 +202,8 @@ class _Pass:
     exit_h: Tensor = field(init=False)
     depths: Tensor = field(init=False)
     exited: Tensor = field(init=False)
+    logits: Tensor | None = None
+    """[N, V] after the last step that each token ran, for gates that look at them."""
 
     def __post_init__(self) -> None:
         self.exit_h = self.h.clone()
@@ -234,13 +250,23 @@ class _Decoder:
             leaving = ahead
             if gate is not None:
                 steps = torch.full_like(positions, step)
-                gate_state, ahead = gate.step(gate_state, model.readout(trip.h), steps, params)
+                gate_state, ahead = gate.step(gate_state, self._seen(gate, trip, rows, positions), steps, params)
                 leaving = ahead if gate.latency == 0 else leaving
             leaving = (leaving | (step >= params.max_depth)) & ~trip.exited
             self._leave(trip, leaving, positions, step)
             if bool(trip.exited.all()) and not self.policy.dense_compute:
                 break
         return trip
+
+    def _seen(self, gate: Gate, trip: _Pass, rows: Tensor, positions: Tensor) -> Tensor:
+        """What the gate looks at after a step of `rows`: readouts [N, D], or the coda's logits [N, V]."""
+        if not gate.needs_logits:
+            return self.model.readout(trip.h)
+        at = positions[rows]
+        logits = self.model.coda(trip.h[rows], at, self.cache.attend(at))
+        # Rows that left keep the logits they left with; nobody looks at them.
+        trip.logits = logits if trip.logits is None else trip.logits.index_copy(0, rows, logits)
+        return trip.logits
 
     def _leave(self, trip: _Pass, leaving: Tensor, positions: Tensor, step: int) -> None:
         trip.exit_h[leaving] = trip.h[leaving]
@@ -260,7 +286,8 @@ class _Decoder:
         positions = torch.arange(start, start + len(tokens), device=self.model.device)
         gate, params = None, self.params(len(tokens), 1.0, 1)
         if policy.prefill is not None:
-            gate = policy.gate
+            assert policy.gate is not None
+            gate = policy.gate.as_block() if policy.prefill.block else policy.gate
             params = self.params(len(tokens), policy.prefill.thresholds(positions, prompt_len), policy.min_depth)
             protected = torch.where(positions < policy.prefill.protected, policy.max_depth, params.min_depth)
             params = params._replace(min_depth=protected)

@@ -1,19 +1,25 @@
-"""Gates without training: the convergence criterion, a fixed depth, recorded depths, and the delay wrapper."""
+"""Exit criteria that need no training: how much a state, or what it predicts, still changes from step to step.
 
-# B rows, D width
+The names and cut-offs are those of the `criterion` argument of Huginn's official code (`convergence` is its
+`latent-diff`), where a criterion may hold after the first step. Criteria on states compare with the initial state then;
+those on predictions with an entropy of 100, a uniform distribution, no token.
+"""
+
+# B rows, D width, V vocabulary
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from looped.errors import LoopedError
-from looped.gates.protocol import Carry, Entry, Gate, Params, State, none_ahead, wide
+from looped.gates.protocol import Entry, Gate, Params, State, none_ahead, wide
 
 if TYPE_CHECKING:
     from looped.config import ModelConfig
@@ -21,16 +27,41 @@ if TYPE_CHECKING:
 
 # Huginn's own cut-off for its latent-difference criterion, for models whose config states none for it.
 _CONVERGENCE_DEFAULT = 0.03
-# Above the loops of any model; what a depth must fit into is an int64.
-_MOST_LOOPS = 1 << 31
+# What the official code compares the first step's entropy with: no distribution has as much.
+_FIRST_ENTROPY = 100.0
+# Tokens below this share of the likeliest one's probability count as noise for min-p KL.
+_MIN_P = 0.1
 
 
-class ConvergenceGate(Gate):
-    """Exit when ||z_r - z_{r-1}|| / ||z_r|| < q; at r = 1 the comparison is with the initial state."""
+class Criterion(Gate):
+    """Exit once what is measured after a loop step falls below the threshold; at a threshold of 0 nothing exits."""
+
+    threshold_range = (0.0, math.inf)
+    rule: ClassVar[str] = "below"
+    """How measure and threshold are compared: "below", or "at-least"."""
+
+    @abstractmethod
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        """The state after a step that gave `seen` (see `Gate.step`), and what is compared with the threshold: [B]."""
+
+    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
+        state, value = self.measure(state, z)
+        return state, self.holds(value, params.threshold) & (step >= params.min_depth)
+
+    def holds(self, value: Tensor, threshold: Tensor) -> Tensor:
+        """Whether a token may leave: measures [B] against thresholds [B], to bool [B]."""
+        wanted = threshold.to(value.dtype)
+        return value < wanted if self.rule == "below" else value >= wanted
+
+    def as_block(self) -> Gate:
+        return BlockGate(self)
+
+
+class ConvergenceGate(Criterion):
+    """||z_r - z_{r-1}|| / ||z_r||; at r = 1 the comparison is with the initial state."""
 
     kind = "convergence"
     min_depth = 2
-    threshold_range = (0.0, math.inf)
 
     def default_threshold(self, config: ModelConfig) -> float:
         if self.threshold is not None:
@@ -40,122 +71,133 @@ class ConvergenceGate(Gate):
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
         return (entry.z0,), none_ahead(entry.z0)
 
-    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
-        now = wide(z)
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        now = wide(seen)
         change = (now - wide(state[0])).norm(dim=-1) / now.norm(dim=-1)
-        return (z,), (change < params.threshold.to(change.dtype)) & (step >= params.min_depth)
+        return (seen,), change
 
 
-class _KnownDepth(Gate):
-    """A gate that knows the exit depth of a decode token beforehand. Takes no threshold."""
+class CosineGate(Criterion):
+    """1 - cos(z_r, z_{r-1}); at r = 1 the comparison is with the initial state."""
 
-    latency = 1
-    decode_only = True
-    threshold = 0.0
-    threshold_range = (-math.inf, math.inf)
-
-    def depth(self, entry: Entry) -> Tensor:
-        """Exit depths [B]."""
-        raise NotImplementedError
+    kind = "cosine"
+    threshold = 1e-3
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
-        depth = torch.maximum(self.depth(entry), params.min_depth)
-        return (depth,), depth <= 1
+        return (entry.z0,), none_ahead(entry.z0)
 
-    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
-        return state, state[0] <= step + 1
-
-
-class FixedGate(_KnownDepth):
-    """Every decode token leaves after `n` loop steps; prompts run at full depth."""
-
-    kind = "fixed"
-
-    def __init__(self, n: int) -> None:
-        if n < 1:
-            raise LoopedError(f"the fixed gate needs a depth of at least 1, got {n}")
-        if n > _MOST_LOOPS:
-            raise LoopedError(f"no model has the {n} loops of the fixed gate")
-        self.n = n
-
-    @property
-    def name(self) -> str:
-        return f"fixed-{self.n}"
-
-    def depth(self, entry: Entry) -> Tensor:
-        return torch.full_like(entry.token_index, self.n)
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        return (seen,), 1 - F.cosine_similarity(wide(seen), wide(state[0]), dim=-1)
 
 
-class ReplayGate(_KnownDepth):
-    """Replays recorded depths: `depths[i]` for token i of the request, or one such list for each request of a call.
+class EntropyDiffGate(Criterion):
+    """|H_r - H_{r-1}|, H_r the entropy in nats of the next token as predicted after step r."""
 
-    Entry 0 belongs to the prefill and is not used; tokens past the end run at full depth.
-    """
+    kind = "entropy-diff"
+    needs_logits = True
+    threshold = 1e-3
 
-    kind = "replay"
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        return (torch.full_like(wide(entry.z0[:, 0]), _FIRST_ENTROPY),), none_ahead(entry.z0)
 
-    def __init__(self, depths: Sequence[int] | Sequence[Sequence[int]]) -> None:
-        rows = [[d] if isinstance(d, int) else [*d] for d in depths]
-        self.shared = all(isinstance(d, int) for d in depths)
-        lists = [[d for row in rows for d in row]] if self.shared else rows
-        if not any(lists) or min(d for row in lists for d in row) < 1:
-            raise LoopedError("the replay gate needs depths of at least 1")
-        width = max(map(len, lists)) + 1
-        never_early = torch.iinfo(torch.int64).max
-        self.table = torch.full((len(lists), width), never_early, dtype=torch.int64)
-        for row, values in enumerate(lists):
-            self.table[row, : len(values)] = torch.tensor(values)
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        log_p = wide(seen).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return (entropy,), (entropy - state[0]).abs()
 
-    def bind(self, model: LoopedLM) -> ReplayGate:
+
+class KLGate(Criterion):
+    """KL(p_{r-1} || p_r), p_r the distribution of the next token as predicted after step r."""
+
+    kind = "kl"
+    needs_logits = True
+    threshold = 1e-3
+    vocab_size = 1
+
+    def bind(self, model: LoopedLM) -> KLGate:
         bound = copy.copy(self)
-        bound.table = self.table.to(model.device)
+        bound.vocab_size = model.config.vocab_size
         return bound
 
-    def check_request(self, ordinal: int) -> None:
-        if not self.shared and ordinal >= self.table.shape[0]:
-            raise LoopedError(f"the replay gate holds depths of {self.table.shape[0]} requests; more were given")
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        uniform = torch.full_like(wide(entry.z0[:, :1]), -math.log(self.vocab_size))
+        return (uniform.repeat(1, self.vocab_size),), none_ahead(entry.z0)
 
-    def depth(self, entry: Entry) -> Tensor:
-        # Clamped, because rows of slots without a sequence hold whatever the last one left.
-        row = entry.request.clamp(0, self.table.shape[0] - 1)
-        return self.table[row, entry.token_index.clamp(0, self.table.shape[1] - 1)]
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        before, now = state[0], self.log_probs(wide(seen))
+        return (now,), (before.exp() * (before - now)).sum(-1)
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """log p of logits [B, V]: [B, V]."""
+        return logits.log_softmax(-1)
 
 
-class DelayGate(Gate):
-    """A latency-0 gate whose decision takes effect one loop step later, so that it is known ahead (Huginn's way)."""
+class MinPKLGate(KLGate):
+    """KL of distributions in which every token less than a tenth as likely as the likeliest one counts 1 / V."""
 
-    kind = "delay"
-    latency = 1
+    kind = "minp-kl"
+    threshold = 1e-5
 
-    def __init__(self, inner: Gate) -> None:
-        if inner.latency != 0:
-            raise LoopedError(f"the {inner.name} gate is known one step ahead already; delay=1 wraps latency-0 gates")
-        self.inner = inner
-        self.uses_carry, self.min_depth = inner.uses_carry, inner.min_depth + 1
-        self.threshold, self.threshold_range = inner.threshold, inner.threshold_range
+    def log_probs(self, logits: Tensor) -> Tensor:
+        p = logits.softmax(-1)
+        p = torch.where(p < _MIN_P * p.amax(-1, keepdim=True), 1 / self.vocab_size, p)
+        return (p / p.sum(-1, keepdim=True)).log()
 
-    @property
-    def name(self) -> str:
-        return f"delayed-{self.inner.name}"
 
-    def bind(self, model: LoopedLM) -> DelayGate:
-        return DelayGate(self.inner.bind(model))
+class ArgmaxStabilityGate(Criterion):
+    """How many steps in a row have predicted the same token as the step before them; a whole number is wanted."""
 
-    def default_threshold(self, config: ModelConfig) -> float:
-        return self.inner.default_threshold(config)
+    kind = "argmax-stability"
+    needs_logits = True
+    threshold = 5.0
+    threshold_range = (1.0, math.inf)
+    rule = "at-least"
 
-    def check_request(self, ordinal: int) -> None:
-        self.inner.check_request(ordinal)
+    def check_threshold(self, threshold: float) -> float:
+        if not float(super().check_threshold(threshold)).is_integer():
+            raise LoopedError(f"the {self.name} gate counts loop steps, so its threshold is whole; got {threshold}")
+        return threshold
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
-        return self.inner.start(entry, self._inner_params(params))
+        zero = torch.zeros_like(params.min_depth)
+        return (zero - 1, zero), none_ahead(entry.z0)
+
+    def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
+        before, count = state
+        now = seen.argmax(-1)
+        count = torch.where(now == before, count + 1, 0)
+        return (now, count), count
+
+    def holds(self, value: Tensor, threshold: Tensor) -> Tensor:
+        return value.double() >= threshold
+
+
+class BlockGate(Gate):
+    """A criterion by which all rows of a call leave together: Huginn's official code runs a whole prompt so.
+
+    Measures of states are averaged over the rows; those of predictions are taken of the last row, whose next token is
+    the wanted one. Rows depend on each other here, so only the reference decoder, whose rows are one prompt, uses it.
+    """
+
+    def __init__(self, inner: Criterion) -> None:
+        self.inner, self.kind = inner, inner.kind  # type: ignore[misc]
+        self.min_depth, self.needs_logits = inner.min_depth, inner.needs_logits
+        self.threshold, self.threshold_range = inner.threshold, inner.threshold_range
+
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        return self.inner.start(entry, params)
 
     def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
-        return self.inner.step(state, z, step, self._inner_params(params))
+        state, value = self.inner.measure(state, z)
+        value = (value[-1] if self.needs_logits else value.mean()).expand_as(value)
+        return state, self.inner.holds(value, params.threshold) & (step >= params.min_depth)
 
-    def finish(self, z: Tensor, logits: Tensor, token: Tensor, depth: Tensor) -> Carry:
-        return self.inner.finish(z, logits, token, depth)
 
-    def _inner_params(self, params: Params) -> Params:
-        """The floor is about the exit, one step after the inner gate's decision."""
-        return params._replace(min_depth=params.min_depth - 1)
+CRITERIA: tuple[type[Criterion], ...] = (
+    ConvergenceGate,
+    CosineGate,
+    EntropyDiffGate,
+    KLGate,
+    MinPKLGate,
+    ArgmaxStabilityGate,
+)

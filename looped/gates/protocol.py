@@ -5,7 +5,7 @@ such tensors, so an engine can keep it by slot, gather rows and scatter them bac
 
     state, ahead = gate.start(entry, params)
     for step in 1..R:
-        run the core; z = readout(h)
+        run the core; z = coda(h) if gate.needs_logits else readout(h)
         state, decision = gate.step(state, z, step, params)
         exit = (decision if gate.latency == 0 else ahead) or step == params.max_depth
         ahead = decision
@@ -72,6 +72,9 @@ class Gate(ABC):
     kind: ClassVar[str]
     latency: int = 0
     uses_carry: bool = False
+    needs_logits: bool = False
+    """`step` looks at the logits [B, V] of the next token and gets them in place of the readout [B, D]: the caller runs
+    the coda after every loop step. What layers of the coda keep of a token then are the K/V of its last step."""
     decode_only: bool = False
     """Acts in decode alone: a prompt runs at full depth whatever the prefill policy says."""
     min_depth: int = 1
@@ -96,7 +99,7 @@ class Gate(ABC):
 
     @abstractmethod
     def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
-        """State and decision [B] after loop step `step` [B] gave the readout z [B, D]."""
+        """State and decision [B] after loop step `step` [B] gave the readout z [B, D], or logits [B, V]."""
 
     def finish(self, z: Tensor, logits: Tensor, token: Tensor, depth: Tensor) -> Carry:
         """The carry for the next token: z [B, D] at the exit, logits [B, V], the token chosen, its depth."""
@@ -118,6 +121,10 @@ class Gate(ABC):
 
     def check_request(self, ordinal: int) -> None:  # noqa: B027, most gates decide for any request
         """Raise `LoopedError` if the gate cannot decide for request number `ordinal` of a call (`Entry.request`)."""
+
+    def as_block(self) -> Gate:
+        """The gate by which all rows of a call leave together. Raises `LoopedError` where it decides row by row."""
+        raise LoopedError(f"the {self.name} gate lets tokens leave one by one; a block needs a training-free criterion")
 
     def check_layout(self, layout: str, prefill: str) -> None:
         """Say so when the gate was trained under another KV layout or prefill than it will run with."""

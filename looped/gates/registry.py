@@ -7,23 +7,15 @@ from pathlib import Path
 
 from looped.errors import LoopedError, unknown
 from looped.gates.checkpoint import TRAINED, read_card, read_gate
-from looped.gates.criteria import ConvergenceGate, DelayGate, FixedGate
+from looped.gates.criteria import CRITERIA, ConvergenceGate
 from looped.gates.hazard import OuroGate
+from looped.gates.policies import DelayGate, FixedGate
 from looped.gates.protocol import Gate
 from looped.model import LoopedLM
 from looped.model.loading import ASSETS
 
-GATE_NAMES = (
-    "native",
-    "ouro",
-    "convergence",
-    "lookahead",
-    "pre-loop",
-    "hybrid",
-    "fixed-N",
-    "delayed-ouro",
-    "delayed-convergence",
-)
+_KINDS: dict[str, type[Gate]] = {OuroGate.kind: OuroGate, **{kind.kind: kind for kind in CRITERIA}}
+GATE_NAMES = ("native", *_KINDS, *TRAINED, "fixed-N", *(f"delayed-{kind}" for kind in _KINDS))
 
 
 def load_gate(name_or_dir: str | Path) -> Gate:
@@ -61,8 +53,7 @@ def _built_in(name: str) -> Gate | None:
     fixed = re.fullmatch(r"fixed-(\d+)", name)
     if fixed:
         return FixedGate(int(fixed[1]))
-    kinds: dict[str, type[Gate]] = {"ouro": OuroGate, "convergence": ConvergenceGate}
-    return kinds[name]() if name in kinds else None
+    return _KINDS[name]() if name in _KINDS else None
 
 
 def _from_folder(name: str) -> Gate:

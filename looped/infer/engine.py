@@ -60,6 +60,8 @@ class Engine:
             options.prefill,
             options.prefill_threshold,
         )
+        if self.policy.prefill is not None and self.policy.prefill.block:
+            raise LoopedError("in the engine prompt tokens leave one by one; as one block they do in looped.generate")
         if options.mode == "cb":
             # Token-level batching runs R loops for every token, whatever the gate says.
             self.policy = replace(self.policy, gate=None, dense_compute=False, prefill=None)

@@ -217,7 +217,10 @@ class Prompts:
         state = tuple(batch.of(rows) for rows in batch.gate_state)
         params = Params(*(batch.of(values) for values in batch.params))
         step = torch.full_like(params.max_depth, batch.step)
-        state, decision = batch.gate.step(state, self.model.readout(h), step, params)
+        # Models with coda layers do not come here for logits, so nothing attends.
+        logits = batch.gate.needs_logits
+        seen = self.model.coda(h, batch.of(batch.positions_N), dense_causal) if logits else self.model.readout(h)
+        state, decision = batch.gate.step(state, seen, step, params)
         leaving: NDArray[np.bool_] = (decision if batch.gate.latency == 0 else batch.of(batch.ahead)).cpu().numpy()
         if batch.left_N is None:
             batch.gate_state, batch.ahead = state, decision

@@ -176,7 +176,7 @@ class Stages:
             h = self.model.core(h, injection, positions, step, attend)
         else:
             h = riders.share(h, injection, positions, step, attend)
-        said = self._ask(at, h, step)
+        said = self._ask(at, h, positions, step)
         if self.dense:
             leaving, depths, ahead = self._loop_on(at, h, step, said), torch.full_like(step, self.max_loops), None
         else:
@@ -185,12 +185,16 @@ class Stages:
         self.kv.close(at, positions, depths, leaving)
         return leaving, ahead
 
-    def _ask(self, at: Tensor, h: Tensor, step: Tensor) -> Tensor | None:
+    def _ask(self, at: Tensor, h: Tensor, positions: Tensor, step: Tensor) -> Tensor | None:
         """What the gate says after a step: bool [N], or None without one."""
         if self.gate is None:
             return None
-        state = self.state
-        gate_rows, said = self.gate.step(state.gate_rows(at), self.model.readout(h), step, state.params(at))
+        state, model = self.state, self.model
+        if self.gate.needs_logits:
+            seen = model.coda(h, positions, self._outer_attend(at, positions))
+        else:
+            seen = model.readout(h)
+        gate_rows, said = self.gate.step(state.gate_rows(at), seen, step, state.params(at))
         state.put_gate_rows(at, gate_rows)
         return said
 

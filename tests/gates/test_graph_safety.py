@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from looped.errors import LoopedError
 from looped.gates import (
     Carry,
-    ConvergenceGate,
     DelayGate,
     Entry,
     FixedGate,
@@ -25,6 +24,7 @@ from looped.gates import (
     Params,
     ReplayGate,
 )
+from looped.gates.criteria import CRITERIA
 from looped.gates.hazard import Hidden, TrainedGate
 from tests.models import micro_ouro, random_lookahead, random_pre_loop
 
@@ -40,9 +40,9 @@ def with_hidden(gate: TrainedGate, layers: int) -> TrainedGate:
 
 GATES: dict[str, Callable[[], Gate]] = {
     "ouro": OuroGate,
-    "convergence": ConvergenceGate,
     "delayed-ouro": lambda: DelayGate(OuroGate()),
-    "delayed-convergence": lambda: DelayGate(ConvergenceGate()),
+    **{kind.kind: kind for kind in CRITERIA},
+    **{f"delayed-{kind.kind}": lambda kind=kind: DelayGate(kind()) for kind in CRITERIA},
     "fixed": lambda: FixedGate(2),
     "replay, one list": lambda: ReplayGate([4, 2, 3]),
     "replay, a list each": lambda: ReplayGate([[4, 1], [4, 3]]),
@@ -87,9 +87,10 @@ def trip(gate: Gate, device: str, z: Tensor, whole: Tensor, params: Params, with
     carry = Carry(z, numbers, numbers, numbers) if with_carry else None
     state, ahead = gate.start(Entry(z, None, carry, whole, whole), params)
     shapes = [x.shape for x in state]
+    seen = z[:, :1].expand(ROWS, VOCAB) if gate.needs_logits else z
     for _ in range(MODEL.config.max_loops):
         assert ahead.shape == (ROWS,) and ahead.dtype == torch.bool
-        state, ahead = gate.step(state, z, whole, params)
+        state, ahead = gate.step(state, seen, whole, params)
         assert [x.shape for x in state] == shapes and all(len(shape) and shape[0] == ROWS for shape in shapes)
     left = gate.finish(z, torch.zeros(ROWS, VOCAB, device=device), whole.clamp(0, VOCAB - 1), whole)
     assert left.depth.shape == (ROWS,)

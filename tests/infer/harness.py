@@ -12,13 +12,18 @@ from torch import Tensor
 from looped import generate
 from looped.decode import Generation, PrefillSchedule
 from looped.gates import (
+    ArgmaxStabilityGate,
     Carry,
     ConvergenceGate,
+    CosineGate,
     DelayGate,
+    EntropyDiffGate,
     Entry,
     FixedGate,
     Gate,
     HybridGate,
+    KLGate,
+    MinPKLGate,
     OuroGate,
     Params,
     ReplayGate,
@@ -41,6 +46,7 @@ def micro(family: str) -> LoopedLM:
     makers = {
         "ouro": micro_ouro,
         "huginn": micro_huginn,
+        "coda-ouro": lambda: micro_ouro(num_core_layers=1, num_coda_layers=2),
         "small-ouro": lambda: micro_ouro(num_core_layers=1, max_positions=26),
         "small-huginn": lambda: micro_huginn(
             num_prelude_layers=1, num_core_layers=1, max_loops=4, trained_loops=4, max_positions=26
@@ -75,6 +81,12 @@ def gate_case(family: str, name: str) -> GateCase:
         "fixed-R": lambda: GateCase(FixedGate(most), None),
         "replay": lambda: GateCase(ReplayGate([[min(d, most) for d in row] for row in REPLAYED]), None),
         "delay": lambda: GateCase(DelayGate(ConvergenceGate()), 1.0),
+        "cosine": lambda: GateCase(CosineGate(), 0.4),
+        "entropy-diff": lambda: GateCase(EntropyDiffGate(), 0.1),
+        "kl": lambda: GateCase(KLGate(), 0.5),
+        "minp-kl": lambda: GateCase(MinPKLGate(), 0.2),
+        "argmax-stability": lambda: GateCase(ArgmaxStabilityGate(), 1.0),
+        "delayed-kl": lambda: GateCase(DelayGate(KLGate()), 1.0),
         "lookahead": lambda: GateCase(random_lookahead(model), 0.5),
         "hybrid": lambda: GateCase(HybridGate(random_pre_loop(model), random_lookahead(model)), 0.5),
         "pre-loop": lambda: GateCase(random_pre_loop(model), 0.6),
@@ -89,8 +101,9 @@ class Capped(Gate):
 
     def __init__(self, inner: Gate, most: int) -> None:
         self.inner, self.most = inner, most
-        for name in ("latency", "uses_carry", "decode_only", "min_depth", "threshold", "threshold_range"):
+        for name in ("latency", "uses_carry", "needs_logits", "decode_only", "min_depth"):
             setattr(self, name, getattr(inner, name))
+        self.threshold, self.threshold_range = inner.threshold, inner.threshold_range
 
     def bind(self, model: LoopedLM) -> Gate:
         return Capped(self.inner.bind(model), self.most)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from looped.decode import generate
+from looped.decode import PrefillSchedule, generate
 from looped.model import LoopedLM, load
 from tests.models import fixture_folder
 
@@ -164,20 +164,40 @@ def test_huginn_greedy_by_layout(huginn: Golden, layout: str, lookup: str) -> No
     assert made.token_ids == golden["greedy10_by_lookup"][lookup]
 
 
-@pytest.mark.parametrize("threshold", ["0.9", "0.95"])
-def test_huginn_convergence(huginn: Golden, threshold: str) -> None:
+# The official criteria and the thresholds that were run.
+ADAPTIVE = {
+    "latent-diff": ("0.03", "0.6", "0.9", "0.95", "1.2"),
+    "entropy-diff": ("0.001", "0.05"),
+    "kl": ("0.001", "0.05"),
+    "minp-kl": ("1e-05", "0.05"),
+    "argmax-stability": ("5", "2"),
+    "cosine": ("0.001", "0.05"),
+}
+
+
+@pytest.mark.parametrize("layout", ["last-exited", "ragged"])
+@pytest.mark.parametrize(("criterion", "threshold"), [(name, q) for name, qs in ADAPTIVE.items() for q in qs])
+def test_huginn_adaptive(huginn: Golden, criterion: str, threshold: str, layout: str) -> None:
+    """Every adaptive run under a look-up that is a layout of ours. There the prompt leaves too, as one block."""
     model, golden = huginn
-    wanted = golden["adaptive"][f"latent-diff|{threshold}|latest-m4"]
+    wanted = golden["adaptive"][f"{criterion}|{threshold}|latest-m4"]
     made = generate(
         model,
         golden["input_ids"][0],
-        layout="last-exited",
-        gate="convergence",
+        layout=layout,
+        gate="convergence" if criterion == "latent-diff" else criterion,
         threshold=float(threshold),
         min_depth=1,
+        prefill="ragged",
+        prefill_threshold=PrefillSchedule(float(threshold), block=True),
         max_new_tokens=10,
         ignore_eos=True,
         state="zeros",
     )
     assert made.token_ids == wanted["tokens"]
     assert made.depths == wanted["steps_run"]
+
+
+def test_huginn_adaptive_covers_the_fixture(huginn: Golden) -> None:
+    runs = {key.rsplit("|", 1)[0] for key in huginn[1]["adaptive"]}
+    assert runs == {f"{name}|{q}" for name, qs in ADAPTIVE.items() for q in qs}
