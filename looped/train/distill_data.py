@@ -39,6 +39,7 @@ class Corpus:
     def __init__(self, source: str, model: LoopedLM, seed: int, max_tokens: int) -> None:
         if model.tokenizer is None:
             raise LoopedError(f"{model.name} has no tokenizer, so texts cannot be turned into tokens for it")
+        source = EMBEDDED if source == "auto" else source
         self.source, self.model, self.seed = source, model, seed
         self.max_tokens = min(max_tokens, model.config.max_positions)
         self._texts = None if source == EMBEDDED else list(dict.fromkeys(load_documents(source)))

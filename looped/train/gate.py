@@ -51,7 +51,19 @@ class Options:
     )
     hidden: int = option(0, "units of a hidden layer beside the linear heads; 0 means none")
     loss: Literal["kl", "paper"] = option("kl", "survival-weighted hazard loss, or the authors' recipe")
-    data: str = option("embedded", "the embedded generator, a .jsonl or .parquet file, or a hub data set")
+    data: str = option(
+        "auto",
+        "embedded: the generator; files: a path, folder or glob; a hub data set: name[:config][:split+split]; auto: "
+        "embedded for models with the shipped tokenizer, else nvidia/Nemotron-Post-Training-Dataset-v2",
+    )
+    columns: tuple[str, ...] = option(
+        (), "the data's columns: messages; prompt and completion; or a text; found by their names when left out"
+    )
+    chat_template: str = option(
+        "auto", "how chats become text; auto: the tokenizer's template, else none; none: Q and A lines; a .jinja file"
+    )
+    reasoning: Literal["drop", "keep"] = option("drop", "rows marked as reasoning, and <think> parts of answers")
+    shuffle: int = option(10_000, "documents that are shuffled at once")
     tokens: int = option(40_000, "tokens that the teacher reads")
     eval_tokens: int = option(6_000, "tokens of held-out documents")
     max_length: int = option(1024, "tokens a document is cut to")
@@ -88,7 +100,7 @@ def run(options: Options) -> int:
 
 def check(options: Options) -> None:
     """Refuse numbers out of their range."""
-    for name in ("tokens", "eval_tokens", "batch_tokens", "max_length"):
+    for name in ("tokens", "eval_tokens", "batch_tokens", "max_length", "shuffle"):
         least = 4 if name == "max_length" else 1
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
