@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +13,6 @@ from looped.config import ModelConfig
 from looped.model import LoopedLM
 from looped.model.layers import Block
 from looped.train.recipe import Init, Optim
-
-PEAK_FLOPS = 989e12
-"""Dense bf16 peak of the Hopper cards that MFU is quoted against."""
 
 
 def new_model(config: ModelConfig, init: Init, seed: int) -> LoopedLM:
@@ -48,17 +47,19 @@ def _std(name: str, config: ModelConfig, init: Init, width: int) -> float:
     return base
 
 
-def compile_blocks(model: LoopedLM) -> None:
+def compile_blocks(model: LoopedLM, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each transformer block and the final norm in place: one graph, reused by every layer and loop step.
 
     The loop itself stays in Python, so any number of steps runs the same code.
     """
-    # one graph a stage and grad mode; layers of a stage share theirs, but the limit counts them apart
+    # A stage has a graph for its last block (which no norm follows, without loop_norm) and one for the others; ragged
+    # steps break theirs at the attention. All blocks share one code object, whose graphs are counted together.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     for stage in (model.prelude_blocks, model.core_blocks, model.coda_blocks):
         for block in stage:
-            block.compile()
-    model.norm.compile()
+            assert isinstance(block, Block)
+            block.between = torch.compile(block.between, backend=backend)  # type: ignore[method-assign]
+    model.norm.compile(backend=backend)
 
 
 def optimiser(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:

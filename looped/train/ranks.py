@@ -60,6 +60,14 @@ def mean(value: Tensor) -> Tensor:
     return total(value) / world()
 
 
+def largest(value: Tensor) -> Tensor:
+    """Element by element, the largest over all processes."""
+    if world() > 1:
+        value = value.clone()
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class Shape:
     heads: int = option(5, "attention heads, each of width / heads dimensions")
     layers: tuple[int, int, int] = option((0, 5, 0), "transformer layers in prelude, core, coda")
     loops: int = option(4, "R, the loop steps the model is trained for")
+    vocab: int | None = option(None, "rows of the embedding and the head; the tokenizer's when left out, never fewer")
     rope_theta: float = option(1e4, "base of the rotary positions")
     loop_norm: bool = option(True, "final norm after every loop step, as released Ouro")
 
@@ -76,9 +77,10 @@ class Optim:
     lr: float = option(1.5e-3, "peak learning rate")
     min_lr: float = option(0.1, "share of the peak that the cosine ends at")
     warmup: float = option(0.05, "share of the run spent warming up")
+    decay_from: float = option(0.0, "share of the run after which the rate falls; it is held at its peak until then")
     weight_decay: float = option(0.1, "decay of matrices; norms, biases and the gate have none")
     clip: float = option(1.0, "largest gradient norm")
-    rows: int = option(44, "windows in a micro-batch")
+    rows: int = option(44, "windows in a micro-batch, over all devices together")
     accumulate: int = option(1, "micro-batches in an optimiser step")
     tokens: int = option(400_000_000, "tokens after which the schedule ends")
     total_seconds: float | None = option(
@@ -86,16 +88,30 @@ class Optim:
     )
 
 
+EMBEDDED = "embedded"
+"""Source of the package's own generators, and name of the tokenizer that is shipped."""
+
+
 @dataclass(frozen=True)
 class Data:
     """The packed windows to train on."""
 
     folder: Path | None = option(None, "folder of prepared windows; made there first when it holds none")
-    tokens: int = option(300_000_000, "tokens to generate")
+    source: tuple[str, ...] = option(
+        (EMBEDDED,), "`embedded` generates problems; else files and folders (txt, md, jsonl, parquet) or hub data sets"
+    )
+    tokenizer: str = option(EMBEDDED, "tokenizer of texts: a folder, a hub name, or the one shipped")
+    column: str = option("text", "column of the rows that holds the text")
+    subset: str | None = option(None, "configuration of a hub data set")
+    split: str = option("train", "split of a hub data set")
+    tokens: int = option(300_000_000, "tokens to generate, or to take from the texts at most")
+    held_out: int = option(1_000_000, "tokens of the texts' beginning that are scored on and never trained on")
     window: int = option(1536, "tokens a window predicts")
     workers: int = option(0, "processes that generate; 0 means one per core")
     gsm8k: Path | None = option(None, "GSM8K training questions as JSONL (question, answer); left out when not given")
-    text: tuple[str, ...] = option(("repository",), "plain-text files; `repository` is the README, docs and sources")
+    text: tuple[str, ...] = option(
+        ("repository",), "plain-text files beside the generated problems; `repository` is the README, docs and sources"
+    )
     seed: int = option(0, "seed of the generator")
 
 
@@ -113,32 +129,47 @@ class Options:
     data: Data = Data()
     seed: int = option(0, "seed of weights, data order and sampled depths")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train")
+    devices: int = option(1, "devices of each node; on a CPU, processes")
+    nodes: int = option(1, "nodes; each starts the same command, or torchrun starts them")
+    strategy: Literal["auto", "ddp", "fsdp"] = option(
+        "auto", "several devices: whole copies (ddp, which auto takes), or weights and optimiser in parts (fsdp, FSDP2)"
+    )
     precision: Literal["auto", "bf16-mixed", "32-true"] = option("auto", "bf16-mixed on a GPU, 32-true on a CPU")
+    deterministic: bool = option(False, "the same bits in every run on a GPU, at some cost in speed")
     compile: bool | None = option(None, "compile the blocks; on a GPU only when left out")
     max_seconds: float | None = option(None, "stop cleanly, with a checkpoint, after this much time of this process")
     max_steps: int | None = option(None, "stop cleanly after this many optimiser steps in all")
     finish: bool = option(False, "end the schedule within --max-seconds")
     reserve: float = option(45.0, "seconds of --max-seconds kept for evaluation and export")
     checkpoint_seconds: float = option(120.0, "time between checkpoints")
+    checkpoint_steps: int | None = option(None, "steps between checkpoints, instead of a time")
+    keep: int = option(2, "newest checkpoints kept, beside the best")
+    check_rows: int = option(16, "held-out windows whose loss at full depth ranks checkpoints; 0 keeps no best one")
     log_every: int = option(50, "steps between progress lines")
+    logger: Literal["tensorboard", "wandb"] = option(
+        "tensorboard", "where curves go: TensorBoard always, and Weights & Biases if named"
+    )
     eval_rows: int = option(64, "held-out windows scored at the end; 0 turns it off")
     accuracy_problems: int = option(0, "evaluation problems answered greedily at the end, per depth and setting")
-    resume: bool = option(False, "go on from the checkpoint in the output folder")
+    resume: bool = option(False, "go on from the newest checkpoint in the output folder")
     overwrite: bool = option(False, "replace the run in the output folder")
+    dry_run: bool = option(False, "print size, cost and memory of the run, check data and output folder, train nothing")
+    mfu: float = option(0.3, "share of the device's peak that --dry-run reckons with")
 
 
 _COUNTS = (
     *("model.width", "model.ffn", "model.heads", "model.loops", "optim.rows", "optim.accumulate", "optim.tokens"),
-    *("data.tokens", "data.window", "log_every", "max_steps"),
+    *("data.tokens", "data.held_out", "data.window", "log_every", "max_steps", "model.vocab", "devices", "nodes"),
+    *("checkpoint_steps", "keep"),
 )
 _NOT_NEGATIVE = (
     *("data.workers", "recurrence.backprop", "eval_rows", "accuracy_problems", "optim.lr", "optim.weight_decay"),
     *("optim.clip", "objective.beta", "objective.question_weight", "recurrence.question_weight", "reserve"),
     *("recurrence.mean", "recurrence.sigma", "recurrence.shallow_weight", "checkpoint_seconds", "max_seconds"),
-    *("init.embed_std", "init.linear_std", "init.head_std", "optim.total_seconds"),
+    *("init.embed_std", "init.linear_std", "init.head_std", "optim.total_seconds", "check_rows"),
 )
 _SHARES = (
-    *("optim.min_lr", "optim.warmup", "objective.floor", "objective.ragged_from"),
+    *("optim.min_lr", "optim.warmup", "optim.decay_from", "mfu", "objective.floor", "objective.ragged_from"),
     *("recurrence.kv_shared_fraction", "recurrence.kv_shared_from"),
 )
 
@@ -156,6 +187,17 @@ def check(options: Options) -> None:
     if Path(options.name).name != options.name or options.name in ("", ".", ".."):
         raise LoopedError(f"--name is the name of a folder inside the output folder, got {options.name!r}")
     model_config(options.model, 1, 1, None, None)
+    world = options.devices * options.nodes
+    if options.optim.rows % world:
+        raise LoopedError(
+            f"optim.rows {options.optim.rows} (windows in a micro-batch) cannot be dealt to {world} devices evenly"
+        )
+    if options.strategy != "auto" and world == 1:
+        raise LoopedError(f"--strategy {options.strategy} needs several devices: give --devices or --nodes")
+    if EMBEDDED in options.data.source and (len(options.data.source) > 1 or options.data.tokenizer != EMBEDDED):
+        raise LoopedError("data.source embedded stands alone, and goes with the tokenizer embedded")
+    if not options.data.source:
+        raise LoopedError("data.source is empty: give embedded, files, folders or hub data sets")
 
 
 def model_config(
@@ -164,13 +206,15 @@ def model_config(
     """The configuration of a model of this shape."""
     if shape.width % shape.heads:
         raise LoopedError(f"model.width {shape.width} is not a multiple of model.heads {shape.heads}")
+    if shape.vocab is not None and shape.vocab < vocab_size:
+        raise LoopedError(f"model.vocab {shape.vocab} is less than the tokenizer's {vocab_size} tokens")
     ouro = shape.family == "ouro"
     prelude, core, coda = shape.layers
     if ouro and prelude + coda:
         raise LoopedError(f"model.layers {prelude},{core},{coda}: Ouro has all its layers in the core, such as 0,5,0")
     return ModelConfig(
         family=shape.family,
-        vocab_size=vocab_size,
+        vocab_size=shape.vocab or vocab_size,
         hidden_size=shape.width,
         intermediate_size=shape.ffn,
         num_heads=shape.heads,

@@ -9,16 +9,18 @@ from typing import Any
 
 from looped.train.recipe import Objective, Optim
 
-# The paper's rise of beta (ragged KV, figure 6), in parts of the run and of the final weight; cosine in between.
-_PAPER_BETA = ((0.0, 0.0), (0.25, 0.1), (0.5, 0.2), (1.0, 1.0))
+# The paper's rise of beta (ragged KV, figure 6: 0.01, 0.02, 0.05), in parts of the run and of the final weight; cosine
+# in between.
+_PAPER_BETA = ((0.0, 0.0), (0.25, 0.2), (0.5, 0.4), (1.0, 1.0))
 _FLAT_BETA = ((0.0, 0.0), (0.02, 1.0), (1.0, 1.0))
 
 
 def learning_rate(optim: Optim, progress: float) -> float:
-    """Linear warm-up to the peak, then a cosine to `min_lr` of it at the end of the run."""
+    """Linear warm-up to the peak, held until `decay_from`, then a cosine to `min_lr` of it at the end of the run."""
     if progress < optim.warmup:
         return optim.lr * max(progress / optim.warmup, 0.01)
-    part = min((progress - optim.warmup) / max(1 - optim.warmup, 1e-9), 1.0)
+    begin = max(optim.warmup, optim.decay_from)
+    part = min(max(progress - begin, 0.0) / max(1 - begin, 1e-9), 1.0)
     return optim.lr * (optim.min_lr + (1 - optim.min_lr) * 0.5 * (1 + math.cos(math.pi * part)))
 
 

@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from looped.errors import LoopedError
 from looped.model import load
-from looped.train.pretrain import prepare_folder, train
+from looped.train.checkpoint import find
+from looped.train.corpus import Corpus
+from looped.train.folder import prepare_folder
+from looped.train.pretrain import train
 from looped.train.recipe import Data, Init, Objective, Optim, Options, Recurrence, Shape
 from looped.train.schedule import Clock, beta, learning_rate
-from looped.train.windows import Corpus, Windows
+from looped.train.windows import Windows
 from tests.conftest import Ran
 
 pytest.importorskip("lightning")
@@ -60,7 +64,9 @@ def options(folder: Path, family: str = "ouro", steps: int = 100, **changes: Any
 
 
 def go(choices: Options, corpus: Corpus) -> dict[str, Any]:
-    return train(choices, prepare_folder(choices), corpus, time.monotonic())
+    summary = train(choices, prepare_folder(choices), corpus, time.monotonic())
+    assert summary is not None
+    return summary
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
@@ -68,8 +74,9 @@ def log_of(folder: Path) -> list[dict[str, float]]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(folder / "checkpoint.ckpt", weights_only=True)["state_dict"]
-    return state
+    """All tensors of the newest checkpoint: weights, moments of the optimiser, state of the random generator."""
+    newest = find(folder)[-1].folder
+    return load_file(newest / "model.safetensors") | load_file(newest / "trainer.safetensors")
 
 
 @pytest.mark.parametrize("family", ["ouro", "huginn"])
@@ -80,7 +87,9 @@ def test_loss_falls_and_the_export_is_the_model(family: str, tmp_path: Path, cor
     assert log[-1]["loss"] < log[0]["loss"] - 0.3
     assert all(len(curve) == 3 for curve in summary["scores"]["ce"].values())
     model = load(tmp_path / "run" / "model", dtype="bfloat16", device="cpu")
-    trained = weights_of(tmp_path / "run")["model.embed.weight"]
+    trained = weights_of(tmp_path / "run")[
+        "model.embed_tokens.weight" if family == "ouro" else "transformer.wte.weight"
+    ]
     torch.testing.assert_close(model.embed.weight, trained.bfloat16())
     assert model.config.max_loops == 3 and model.config.default_layout == ("ragged" if family == "ouro" else "shared")
 
@@ -165,9 +174,11 @@ def test_resuming_another_recipe_names_the_difference(tmp_path: Path) -> None:
     folder = prepare_folder(choices)
     with pytest.raises(LoopedError, match="no checkpoint"):
         prepare_folder(replace(choices, resume=True))
-    (folder / "checkpoint.ckpt").write_bytes(b"")
-    with pytest.raises(LoopedError, match=r"objective\.beta"):
-        prepare_folder(replace(choices, resume=True, objective=Objective(beta=0.2)))
+    (folder / "step-3").mkdir()
+    (folder / "step-3" / "trainer.json").write_text("{}")
+    with pytest.raises(LoopedError, match=r"objective\.beta 0\.1 -> 0\.2; optim\.rows 8 -> 16\. Resume"):
+        other = replace(choices.optim, rows=16)
+        prepare_folder(replace(choices, resume=True, objective=Objective(beta=0.2), optim=other))
     assert prepare_folder(replace(choices, resume=True)) == folder
 
 
@@ -177,10 +188,13 @@ def test_learning_rate_and_beta_over_a_run() -> None:
     assert learning_rate(optim, 0.1) == pytest.approx(1.0)
     assert learning_rate(optim, 0.55) == pytest.approx(0.55)
     assert learning_rate(optim, 1.0) == pytest.approx(0.1)
+    held = replace(optim, decay_from=0.4)
+    assert learning_rate(held, 0.4) == pytest.approx(1.0)
+    assert learning_rate(held, 0.7) == pytest.approx(0.55)
     assert beta(Objective(beta=0.1), 0.0) == 0.0
     assert beta(Objective(beta=0.1), 0.5) == pytest.approx(0.1)
-    paper = Objective(beta=0.1, beta_schedule="paper")
-    assert [round(beta(paper, p), 4) for p in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.01, 0.02, 0.1]
+    paper = Objective(beta=0.05, beta_schedule="paper")
+    assert [round(beta(paper, p), 4) for p in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.01, 0.02, 0.05]
 
 
 def test_clock_ends_with_the_time_at_any_speed() -> None:

@@ -1,0 +1,207 @@
+"""What a run will cost, before it begins: parameters, FLOPs, memory, time; and whether its data can be read."""
+
+# B rows, T tokens, D width, F intermediate width, V vocabulary, R loop steps
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from typing import Any, NamedTuple
+
+import torch
+
+from looped.config import ModelConfig
+from looped.data.sources import find_files, is_hub_name, read_texts
+from looped.data.texts import find_words
+from looped.errors import LoopedError
+from looped.files import check_folder
+from looped.model import LoopedLM
+from looped.train.build import flops_per_token
+from looped.train.losses import CHUNK_TOKENS
+from looped.train.peak import peak_flops
+from looped.train.recipe import EMBEDDED, Options, model_config
+
+HOPPER = 989e12
+"""Dense bf16 peak that times are reckoned with where there is no GPU."""
+
+
+class Memory(NamedTuple):
+    """Bytes on each device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Plan(NamedTuple):
+    """A run in numbers. Seconds are at `mfu` of `peak_flops` on every device; bytes are for each device."""
+
+    parameters: int
+    tokens: int
+    tokens_per_step: int
+    steps: int
+    flops_per_token: float
+    flops: float
+    devices: int
+    peak_flops: float
+    peak_source: str
+    mfu: float
+    seconds: float
+    memory: Memory
+    checkpoint_bytes: int
+    notes: tuple[str, ...]
+
+
+def make_plan(options: Options, device: torch.device) -> Plan:
+    """The plan of a recipe. Raises LoopedError where its data or tokenizer cannot be what it says."""
+    vocab, notes = check_data(options)
+    config = model_config(options.model, vocab, options.data.window, None, None)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in LoopedLM(config).parameters())
+    optim, world = options.optim, options.devices * options.nodes
+    per_step = optim.rows * optim.accumulate * options.data.window
+    loops, heads = mean_work(options, config)
+    each = flops_per_token(config, options.data.window, loops, heads)
+    if device.type == "cuda":
+        peak, source = peak_flops(device)
+    else:
+        peak, source = HOPPER, "peak of H100 and H200"
+    checkpoint = 12 * parameters
+    if options.output is not None:
+        notes += _disk(options, (options.keep + 2) * checkpoint + 2 * parameters)
+    return Plan(
+        parameters=parameters,
+        tokens=optim.tokens,
+        tokens_per_step=per_step,
+        steps=max(1, round(optim.tokens / per_step)),
+        flops_per_token=each,
+        flops=each * optim.tokens,
+        devices=world,
+        peak_flops=peak,
+        peak_source=source,
+        mfu=options.mfu,
+        seconds=each * optim.tokens / (world * peak * max(options.mfu, 1e-9)),
+        memory=estimate_memory(options, config, parameters),
+        checkpoint_bytes=checkpoint,
+        notes=tuple(notes),
+    )
+
+
+def mean_work(options: Options, config: ModelConfig) -> tuple[float, float]:
+    """Loop steps of a mean training step, and how often it reads the head."""
+    if not config.exit_gate:
+        recurrence = options.recurrence
+        loops = {"fixed": float(config.max_loops), "uniform": (config.max_loops + 1) / 2}
+        return loops.get(recurrence.sampling, min(recurrence.mean, config.max_loops)), 1.0
+    ragged = 0.5 * (1 - options.objective.ragged_from)
+    return float(config.max_loops), (1 - ragged) * config.max_loops + ragged
+
+
+def estimate_memory(options: Options, config: ModelConfig, parameters: int) -> Memory:
+    """Bytes of one device: what FSDP2 deals out is counted once for all, what every device gathers is counted whole.
+
+    A layer keeps for the backward pass, for each token, two residual sums in float32 and, in half precision, the
+    inputs of its matrices and norms, queries, keys, values and attention's output: 24 D + 6 F bytes (twice that in
+    float32). The head keeps the logits of one chunk, in half and in full precision.
+    """
+    world = options.devices * options.nodes
+    sharded = options.strategy == "fsdp"
+    rows = options.optim.rows // world
+    tokens = rows * options.data.window
+    wide = 2 if options.precision == "32-true" else 1
+    layer = (24 * config.hidden_size + 6 * config.intermediate_size) * wide
+    boundary = config.num_prelude_layers + config.num_coda_layers
+    loops = mean_work(options, config)[0] if config.exit_gate else float(config.max_loops)
+    calls = boundary + loops * config.num_core_layers
+    return Memory(
+        weights=4.0 * parameters * (1 + 1 / world if sharded else 1),
+        gradients=4.0 * parameters * (1 + 1 / world if sharded else 1),
+        optimizer=8.0 * parameters / (world if sharded else 1),
+        activations=float(layer * tokens * calls),
+        head=10.0 * min(tokens, CHUNK_TOKENS) * config.vocab_size,
+    )
+
+
+def check_data(options: Options) -> tuple[int, list[str]]:
+    """The tokenizer's vocabulary, and remarks on the data. Raises LoopedError where local files are not what they
+    should be; what only the hub can tell is a remark.
+    """
+    data, notes = options.data, list[str]()
+    try:
+        vocab = find_words(data.tokenizer).vocab_size
+    except LoopedError as error:
+        if options.model.vocab is None or not is_hub_name(data.tokenizer):
+            raise
+        vocab = 1
+        notes.append(f"tokenizer not checked: {error}")
+    for source in data.source:
+        if source == EMBEDDED:
+            notes.append("data: generated on this machine when the run starts")
+            continue
+        hub = is_hub_name(source) and not any(True for _ in _local(source))
+        try:
+            first = next(itertools.islice(read_texts(source, data.column, data.subset, data.split), 1), None)
+        except LoopedError as error:
+            if not hub:
+                raise
+            notes.append(f"data not checked: {error}")
+            continue
+        if first is None:
+            raise LoopedError(f"{source} holds no document; give another data.source")
+        size = "" if hub else f", {sum(path.stat().st_size for path in find_files(source)) / 1e9:.2f} GB"
+        notes.append(f"data: {source} can be read{size}; it begins {first[:40]!r}")
+    if data.folder is None:
+        notes.append("data.folder is missing: the run will need it")
+    else:
+        check_folder(data.folder)
+    return vocab, notes
+
+
+def _local(source: str) -> list[str]:
+    try:
+        return [str(path) for path in find_files(source)]
+    except LoopedError:
+        return []
+
+
+def _disk(options: Options, needed: int) -> list[str]:
+    """A remark where the output's disk has no room for the checkpoints."""
+    assert options.output is not None
+    above = next(place for place in (options.output, *options.output.absolute().parents) if place.exists())
+    free = shutil.disk_usage(above).free
+    if free >= needed:
+        return [f"output: {options.output} can be written, {free / 1e9:.0f} GB free of {needed / 1e9:.1f} GB needed"]
+    return [f"output: {options.output} has {free / 1e9:.1f} GB free, checkpoints need {needed / 1e9:.1f} GB"]
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan for people."""
+    memory = plan.memory
+    parts = [("weights", memory.weights), ("gradients", memory.gradients), ("optimiser", memory.optimizer)]
+    parts += [("activations", memory.activations), ("head", memory.head)]
+    return [
+        f"parameters     {plan.parameters / 1e6:.2f}M",
+        f"tokens         {plan.tokens / 1e9:.3f}B in {plan.steps} steps of {plan.tokens_per_step}",
+        f"FLOPs          {plan.flops_per_token / 1e9:.3f} G a token, {plan.flops:.2e} in all",
+        f"time           {_duration(plan.seconds)} on {plan.devices} device{'s' * (plan.devices > 1)} at "
+        f"{plan.mfu:.0%} of {plan.peak_flops / 1e12:.0f} TFLOP/s ({plan.peak_source})",
+        f"memory         about {memory.total / 2**30:.1f} GiB a device: "
+        + ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts),
+        f"checkpoint     {plan.checkpoint_bytes / 1e9:.2f} GB",
+        *plan.notes,
+    ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{seconds / 60:.1f} minutes"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as the last line of output."""
+    return {**plan._asdict(), "memory": {**plan.memory._asdict(), "total": plan.memory.total}}
