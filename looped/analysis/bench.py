@@ -173,6 +173,9 @@ def _gate(options: OfflineOptions, model: LoopedLM) -> tuple[Gate, float | None,
     from looped.gates import OuroGate, get_gate, native_gate
 
     gate = native_gate(model) if options.gate is None else get_gate(options.gate, model)
+    if gate.needs_logits:
+        note = f"the {gate.name} gate runs the coda after every loop step, which the bounds do not count"
+        return gate, options.threshold, [note]
     default = gate.default_threshold(model.config)
     if options.threshold is None and isinstance(gate, OuroGate) and default >= 1:
         note = f"{model.name} comes with threshold {default:g}, at which nothing exits; measured at {HAZARD_THRESHOLD}"

@@ -7,7 +7,8 @@ An .npz file with the arrays
     meta     a text, JSON     format, model, revision, gate, rule, min_depth, max_loops, threshold, source
 
 `rule` is "at-least" (cumulative exit probabilities: leave at the first depth d >= min_depth whose value reaches the
-threshold, never at a threshold of 1) or "below" (distances: at the first one below it). No torch.
+threshold, never at a threshold of 1), "count" (of loop steps: at the first one that reaches it) or "below" (distances:
+at the first one below it). No torch.
 """
 
 # N requests, T decode tokens of all of them, R loop steps
@@ -25,7 +26,7 @@ from looped.analysis.depths import Exits
 from looped.errors import LoopedError
 
 FORMAT = "looped-exits-1"
-RULES = ("at-least", "below")
+RULES = ("at-least", "count", "below")
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def exit_depths(values_TR: NDArray[np.float32], rule: str, min_depth: int, thres
     last = values_TR.shape[1]
     q = np.float32(threshold)
     with np.errstate(invalid="ignore"):
-        leaves = (values_TR >= q) & (threshold < 1) if rule == "at-least" else values_TR < q
-    leaves = leaves.copy()
+        leaves = values_TR < q if rule == "below" else values_TR >= q
+    if rule == "at-least" and threshold >= 1:
+        leaves &= False
     leaves[:, : min_depth - 1] = False
     leaves[:, last - 1] = True
     first: NDArray[np.int64] = leaves.argmax(1).astype(np.int64) + 1

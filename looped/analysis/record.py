@@ -14,7 +14,13 @@ from looped.progress import last_json
 if TYPE_CHECKING:
     from looped.analysis.exit_files import Recorded
 
-SHOWN = {"at-least": (0.1, 0.2, 0.3, 0.5, 0.7, 0.9), "below": (0.02, 0.06, 0.1, 0.16, 0.2, 0.28)}
+# Thresholds of the table, by gate.
+_HAZARDS, _SMALL = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9), (1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.1)
+SHOWN = {
+    "convergence": (0.02, 0.06, 0.1, 0.16, 0.2, 0.28),
+    "argmax-stability": (1, 2, 3, 4, 5),
+    **dict.fromkeys(("cosine", "entropy-diff", "kl", "minp-kl"), _SMALL),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def table(recorded: Recorded) -> str:
     """Mean depth and exit shares at some thresholds."""
     meta = recorded.meta
     lines = [f"{meta.model} (R {meta.max_loops}), {meta.gate} gate", f"{'threshold':>9} {'mean depth':>10}  exits"]
-    for threshold in SHOWN[meta.rule]:
+    for threshold in SHOWN.get(meta.gate.removeprefix("delayed-"), _HAZARDS):
         depths = [depth for exits in recorded.exits(threshold) for depth in exits]
         if depths:
             shares = {depth: depths.count(depth) / len(depths) for depth in sorted(set(depths))}

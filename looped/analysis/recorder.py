@@ -7,12 +7,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from looped.analysis.exit_files import FORMAT, Meta, Recorded
 from looped.analysis.worklist import WorkItem, WorkList
 from looped.errors import LoopedError
-from looped.gates import ConvergenceGate, DelayGate, Gate, LookaheadGate, OuroGate
+from looped.gates import Criterion, DelayGate, Entry, Gate, LookaheadGate, OuroGate, Params
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
 from looped.progress import progress
@@ -27,7 +26,9 @@ def record(model: LoopedLM, gate: Gate, work: WorkList) -> Recorded:
     and for requests without an answer.
     """
     inner = gate.inner if isinstance(gate, DelayGate) else gate
-    if not isinstance(inner, OuroGate | LookaheadGate | ConvergenceGate):
+    # What coda layers read of earlier tokens is what these left with.
+    apart = not (inner.needs_logits and model.config.num_coda_layers)
+    if not isinstance(inner, OuroGate | LookaheadGate | Criterion) or not apart:
         raise LoopedError(
             f"the {gate.name} gate looks at where earlier tokens left, which differs by threshold: its exits cannot be "
             "recorded in one pass; use `looped bench offline --record-exits`"
@@ -44,7 +45,7 @@ def record(model: LoopedLM, gate: Gate, work: WorkList) -> Recorded:
         # What is decided at one step is about the next.
         table = np.concatenate((np.full_like(table[:, :1], np.nan), table[:, :-1]), 1)
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
-    rule = "below" if isinstance(inner, ConvergenceGate) else "at-least"
+    rule = inner.rule if isinstance(inner, Criterion) else "at-least"
     threshold = gate.default_threshold(model.config)
     name, revision, loops = model.name, model.revision, model.config.max_loops
     meta = Meta(FORMAT, name, revision, gate.name, rule, gate.min_depth, loops, threshold, work.source)
@@ -62,26 +63,23 @@ def _values(model: LoopedLM, gate: Gate, item: WorkItem) -> NDArray[np.float32]:
     first = len(item.prompt_ids)
     noise = model.init_state(torch.zeros_like(ids), positions.expand_as(ids))
     h, injection = model.prelude(ids, positions, dense_causal, noise)
-    before, columns = model.readout(h)[0, first:], []
-    survival = torch.ones(len(before), device=model.device)
+    columns = []
+    survival = torch.ones(ids.shape[1] - first, device=model.device)
+    if isinstance(gate, Criterion):
+        ones = torch.ones_like(positions[first:])
+        state, _ = gate.start(Entry(model.readout(h)[0, first:], None, None, ones, ones), Params(ones, ones, ones))
     for step in range(1, model.config.max_loops + 1):
         h = model.core(h, injection, positions, step, dense_causal)
         z = model.readout(h)[0, first:]
-        if isinstance(gate, ConvergenceGate):
-            columns.append(_change(before, z))
+        if isinstance(gate, Criterion):
+            seen = model.coda(h[0, first:], positions[first:], dense_causal) if gate.needs_logits else z
+            state, value = gate.measure(state, seen)
+            columns.append(value)
         elif isinstance(gate, OuroGate):
             survival = survival * (1 - gate.hazard(z))
             columns.append(1 - survival)
         elif isinstance(gate, LookaheadGate):
             survival = survival * (1 - gate.hazard(z, torch.full(z.shape[:1], step, device=z.device)))
             columns.append(1 - survival)
-        before = z
     table: NDArray[np.float32] = torch.stack(columns, 1).float().cpu().numpy()
     return table
-
-
-def _change(before: Tensor, z: Tensor) -> Tensor:
-    """The convergence criterion ||z_r - z_(r-1)|| / ||z_r||."""
-    now = z.to(torch.promote_types(z.dtype, torch.float32))
-    change: Tensor = (now - before.to(now.dtype)).norm(dim=-1) / now.norm(dim=-1)
-    return change

@@ -38,7 +38,7 @@ class Criterion(Gate):
 
     threshold_range = (0.0, math.inf)
     rule: ClassVar[str] = "below"
-    """How measure and threshold are compared: "below", or "at-least"."""
+    """How measure and threshold are compared: "below", or "count", where the measure has to reach it."""
 
     @abstractmethod
     def measure(self, state: State, seen: Tensor) -> tuple[State, Tensor]:
@@ -151,7 +151,7 @@ class ArgmaxStabilityGate(Criterion):
     needs_logits = True
     threshold = 5.0
     threshold_range = (1.0, math.inf)
-    rule = "at-least"
+    rule = "count"
 
     def check_threshold(self, threshold: float) -> float:
         if not float(super().check_threshold(threshold)).is_integer():

@@ -144,6 +144,8 @@ class Engine:
         """What is said once at start: scheduler, layout, gate, backend, pages and their size."""
         use, options = self.kv.usage(), self.options
         gate = self.gate.name if self.gate else "full depth"
+        if self.gate is not None and self.gate.needs_logits:
+            gate += " (coda after every step)"
         parts = [
             f"{options.mode}: {self.model.name}, R {self.policy.max_depth}, layout {self.policy.layout.name}, {gate}",
             f"exits {self.exits}",

@@ -16,7 +16,7 @@ from looped.analysis.recorder import record
 from looped.analysis.replay import replayed
 from looped.analysis.worklist import WorkItem, WorkList, build
 from looped.errors import LoopedError
-from looped.gates import ConvergenceGate, DelayGate, Gate, OuroGate
+from looped.gates import ArgmaxStabilityGate, ConvergenceGate, CosineGate, DelayGate, Gate, KLGate, OuroGate, get_gate
 from looped.infer import LLM, SamplingParams
 from looped.model import LoopedLM
 from tests.conftest import Ran
@@ -34,7 +34,7 @@ def dense_run(model: LoopedLM, gate: Gate, threshold: float) -> tuple[WorkList, 
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("kind", ["ouro", "lookahead", "convergence", "delayed"])
+@pytest.mark.parametrize("kind", ["ouro", "lookahead", "convergence", "delayed", "cosine", "kl"])
 def test_recorded_depths_are_those_of_a_run(kind: str, threshold: float) -> None:
     model = micro_huginn(max_loops=6, trained_loops=6) if kind in ("convergence", "delayed") else micro_ouro()
     gates: dict[str, Callable[[], Gate]] = {
@@ -42,6 +42,8 @@ def test_recorded_depths_are_those_of_a_run(kind: str, threshold: float) -> None
         "lookahead": lambda: random_lookahead(model),
         "convergence": ConvergenceGate,
         "delayed": lambda: DelayGate(ConvergenceGate()),
+        "cosine": CosineGate,
+        "kl": KLGate,
     }
     gate = gates[kind]().bind(model)
     work, depths = dense_run(model, gate, threshold)
@@ -51,11 +53,22 @@ def test_recorded_depths_are_those_of_a_run(kind: str, threshold: float) -> None
     assert recorded.meta.min_depth == gate.min_depth
 
 
+def test_stable_predictions_are_counted() -> None:
+    gate = ArgmaxStabilityGate()
+    work, depths = dense_run(micro_ouro(), gate, 1)
+    recorded = record(micro_ouro(), gate, work)
+    assert recorded.meta.rule == "count" and recorded.meta.threshold == 5
+    assert [list(exits) for exits in recorded.exits(1)] == depths
+    assert len({depth for exits in depths for depth in exits}) > 1
+
+
 def test_gates_that_look_back_are_refused() -> None:
     model = micro_ouro()
     work = WorkList((WorkItem((1, 2), 2, (3, 4)),), "test")
     with pytest.raises(LoopedError, match="--record-exits"):
         record(model, random_pre_loop(model).bind(model), work)
+    with pytest.raises(LoopedError, match="--record-exits"):
+        record(micro_huginn(), get_gate("kl", micro_huginn()), work)
     with pytest.raises(LoopedError, match="without a reference answer"):
         record(model, OuroGate().bind(model), WorkList((WorkItem((1, 2), 2),), "test"))
 

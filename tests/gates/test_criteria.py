@@ -140,7 +140,7 @@ def test_the_decoder_shows_them_the_logits_of_every_step(kind: type[Criterion], 
     ids = torch.tensor([[*prompt, made.token_ids[0]]])
     logits = [model.logits(ids, depth)[:, -1] for depth in range(1, LOOPS + 1)]
     values = measured(bound(kind), logits, logits[0])[:, 0]
-    holds = values >= threshold if kind.rule == "at-least" else values < threshold
+    holds = values >= threshold if kind.rule == "count" else values < threshold
     depth = min([*(holds.nonzero()[:, 0] + 1).tolist(), LOOPS])
     assert made.depths == [LOOPS, depth]
     assert made.token_ids[1] == int(logits[depth - 1].argmax())
