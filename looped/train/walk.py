@@ -6,88 +6,45 @@ present step, and nobody sees that. Up to its exit this is what the reference de
 both: every token runs all R steps, only the K/V it commits stop at its exit.
 
 Where cutting a sequence into passes changes nothing (`depth`, `last-exited`, `ragged`) and the gate needs nothing of
-the token before, a whole batch of sequences is one pass: position j offers step r its K/V of step min(r, e_j). Else the
-prompt is one pass and each later token another, with a cache of all planes.
+the token before, a whole batch of sequences is one pass, packed or not, see `one_pass`. Else the prompt is one pass and
+each later token another, with a cache of all planes.
 """
 
 # B sequences, N tokens of a pass, T positions, D width, H heads, G key/value heads, K head dimension
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from looped.gates import Carry, Entry, Gate, Params
-from looped.kv import KVLayout, get_layout
+from looped.errors import LoopedError
+from looped.gates import Carry
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
+from looped.train import one_pass
+from looped.train.leaving import Decisions, ExitPolicy, Walk
+from looped.train.sequences import Batch, Packed, Sequences
+
+__all__ = ["ExitPolicy", "Packed", "Sequences", "Walk", "walk"]
 
 _QUERY_BLOCK = 256
 
 
-class Sequences(NamedTuple):
-    """Token ids [B, T], padded on the right; lengths of the prompt part and of the whole, [B]."""
-
-    tokens: Tensor
-    prompt_lens: Tensor
-    lengths: Tensor
-
-    @property
-    def prompt(self) -> Tensor:
-        """Positions of the prompt that have a next token: bool [B, T]."""
-        return self._positions < torch.minimum(self.prompt_lens, self.lengths - 1)[:, None]
-
-    @property
-    def decode(self) -> Tensor:
-        """Positions whose pass is a decode pass: generated tokens but the last, which is never fed: bool [B, T]."""
-        after = self._positions >= self.prompt_lens[:, None]
-        return after & (self._positions < self.lengths[:, None] - 1)
-
-    @property
-    def _positions(self) -> Tensor:
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
-
-
-class ExitPolicy(NamedTuple):
-    """How tokens leave: the KV layout, whether prompt tokens leave too, a bound gate, its threshold and floor [B]."""
-
-    layout: KVLayout
-    ragged_prefill: bool
-    gate: Gate
-    threshold: Tensor
-    min_depth: Tensor
-
-    @property
-    def one_pass(self) -> bool:
-        """A whole sequence can be run as one pass."""
-        return not self.layout.cut_sensitive and not self.gate.uses_carry
-
-
-class Walk(NamedTuple):
-    """The start of the loop [B, T, D] as gates see it, states h_1..h_R [B, T, D], and exit depths [B, T] long."""
-
-    start: Tensor
-    states: list[Tensor]
-    depths: Tensor
-
-    def at(self, depths: Tensor) -> Tensor:
-        """The states [B, T, D] after `depths` [B, T] loop steps."""
-        out = self.states[0].clone()
-        for step, h in enumerate(self.states[1:], 2):
-            torch.where((depths == step)[..., None], h, out, out=out)
-        return out
-
-
 @torch.no_grad()
-def walk(model: LoopedLM, batch: Sequences, policy: ExitPolicy) -> Walk:
-    """Run the sequences of a batch under a policy. States where a sequence has ended mean nothing."""
-    runner = _Runner(model, batch, policy)
-    length = batch.tokens.shape[1]
-    positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
+def walk(model: LoopedLM, batch: Batch, policy: ExitPolicy) -> Walk:
+    """Run the sequences of a batch under a policy. States where a sequence has ended mean nothing.
+
+    Raises LoopedError for packed sequences under a policy that takes them token by token.
+    """
     if policy.one_pass:
-        return runner.run(positions, gated=batch.decode | policy.ragged_prefill)
+        return one_pass.run(model, batch, policy)
+    if isinstance(batch, Packed):
+        raise LoopedError(
+            f"sequences are packed, but layout {policy.layout.name} with the {policy.gate.name} gate takes them token "
+            "by token; give one sequence a row"
+        )
+    runner = _Runner(model, batch, policy)
+    length, positions = batch.tokens.shape[1], batch.positions
     longest = int(batch.prompt_lens.max())
     prompt = runner.run(positions[:, :longest], gated=torch.full_like(batch.decode[:, :longest], policy.ragged_prefill))
     out = _Collected(prompt, length)
@@ -125,8 +82,7 @@ class _Runner:
 
     def __init__(self, model: LoopedLM, batch: Sequences, policy: ExitPolicy) -> None:
         self.model, self.batch, self.policy = model, batch, policy
-        # Within one pass `ragged` needs one plane: a token that has left offers what it wrote last.
-        self.layout = get_layout("shared") if policy.one_pass else policy.layout
+        self.layout = policy.layout
         self.carry: Carry | None = None
         self.rows = torch.arange(batch.tokens.shape[0], device=batch.tokens.device)[:, None]
         config = model.config
@@ -156,7 +112,8 @@ class _Runner:
         state = model.init_state(torch.zeros_like(positions), positions)
         h, injection = model.prelude(tokens, positions, self._attend(positions, None, everyone), state)
         start = model.readout(h)
-        decide = self._decisions(start, injection, gated)
+        carry = self.carry if positions.shape[1] == 1 else None
+        decide = Decisions(model, self.policy, start, injection, gated, carry)
         depths = torch.full_like(positions, steps)
         active, states = everyone, []
         for step in range(1, steps + 1):
@@ -169,21 +126,6 @@ class _Runner:
                 self._fill_missing(positions, leaving, step)
             active = active & ~leaving
         return Walk(start if injection is None else injection, states, depths)
-
-    def _decisions(self, start: Tensor, injection: Tensor | None, gated: Tensor) -> _Decisions:
-        shape, last = gated.shape, self.model.config.max_loops
-        floor = torch.where(gated, self.policy.min_depth[:, None], last).flatten()
-        params = Params(
-            self.policy.threshold.double()[:, None].expand(shape).flatten(), floor, torch.full_like(floor, last)
-        )
-        entry = Entry(
-            start.flatten(0, 1),
-            None if injection is None else injection.flatten(0, 1),
-            self.carry if shape[1] == 1 else None,
-            torch.zeros_like(floor),
-            torch.ones_like(floor),
-        )
-        return _Decisions(self.policy.gate, entry, params, shape)
 
     def remember(self, part: Walk, at: Tensor, positions: Tensor | None = None) -> None:
         """Leave the carry of column `at` [B] of a pass, whose position is `at` unless `positions` [B] says another."""
@@ -226,20 +168,6 @@ class _Runner:
                 new = self.kv[layer][source][:, self.rows, positions]
                 old = self.kv[layer][plane][:, self.rows, positions]
                 self.kv[layer][plane][:, self.rows, positions] = torch.where(leaving[..., None, None], new, old)
-
-
-class _Decisions:
-    """A gate driven over the tokens of one pass: `decide(step, z)` says who leaves after `step`."""
-
-    def __init__(self, gate: Gate, entry: Entry, params: Params, shape: torch.Size) -> None:
-        self.gate, self.params, self.shape = gate, params, shape
-        self.state, self.ahead = gate.start(entry, params)
-
-    def __call__(self, step: int, z: Tensor) -> Tensor:
-        leaving = self.ahead
-        steps = torch.full_like(self.params.min_depth, step)
-        self.state, self.ahead = self.gate.step(self.state, z.flatten(0, 1), steps, self.params)
-        return (self.ahead if self.gate.latency == 0 else leaving).view(self.shape)
 
 
 def attend_own(q: Tensor, kept_k: Tensor, kept_v: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
