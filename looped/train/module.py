@@ -48,7 +48,9 @@ class Pretraining(lightning.LightningModule):
         self.options, self.clock = options, clock
         self.adam: torch.optim.Optimizer | None = None
         self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, Tensor] = {}
+        self.kinds = {"loss": 0, "ragged_loss": 0}
+        """Dense and ragged micro-batches since the log was read."""
         self.broken: Tensor | None = None
         """The first micro-batch whose loss or gradient was no number, on the device; -1 while there is none."""
 
@@ -75,12 +77,12 @@ class Pretraining(lightning.LightningModule):
             hold_back(self.model, until_last=micro < last)
             loss = self.loss(self.model, batch, self.moment(micro))
             self.manual_backward(loss.value / optim.accumulate)
-            self._collect(loss.log | {"answer_share": batch.answer.float().mean()})
+            self._collect(loss.log, {"answer": batch.answer.sum(), "direct": batch.direct.sum()})
             self._watch(loss.value.detach(), micro)
         if not is_sharded(self.model):
             ranks.average_gradients(self.model.parameters())
         norm = gathered(torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip)).detach()
-        self._collect({"grad_norm": norm})
+        self._collect({"grad_norm": norm}, {})
         self._watch(norm, last)
         adam.step()
         clock.advance()
@@ -96,10 +98,14 @@ class Pretraining(lightning.LightningModule):
         """The context in which forwards run in training."""
         return self.trainer.precision_plugin.forward_context()
 
-    def _collect(self, log: dict[str, Tensor]) -> None:
+    def _collect(self, log: dict[str, Tensor], tokens: dict[str, Tensor]) -> None:
+        """Add figures to the log. Those named after a group of `tokens` are means over it and count by its size."""
         for name, value in log.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-            self.counts[name] = self.counts.get(name, 0) + 1
+            weight = next((count for group, count in tokens.items() if group in name), torch.ones_like(value))
+            self.sums[name] = self.sums.get(name, 0.0) + value * weight
+            self.counts[name] = self.counts.get(name, 0) + weight
+        for kind in self.kinds.keys() & log.keys():
+            self.kinds[kind] += 1
 
     def _watch(self, value: Tensor, micro: int) -> None:
         """Remember, without waiting for the device, where numbers broke first."""
@@ -115,11 +121,12 @@ class Pretraining(lightning.LightningModule):
         names = list(self.sums)
         if not names:
             return {}
-        stacked = ranks.mean(torch.stack([self.sums[name].float() for name in names])).tolist()
-        means = {name: total / self.counts[name] for name, total in zip(names, stacked, strict=True)}
-        ragged = self.counts.get("ragged_loss", 0)
-        means["ragged_share"] = ragged / max(ragged + self.counts.get("loss", 0), 1)
-        self.sums, self.counts = {}, {}
+        columns = [torch.stack([table[name].float() for name in names]) for table in (self.sums, self.counts)]
+        sums, counts = ranks.total(torch.stack(columns)).tolist()
+        # a group of tokens that no batch had is left out
+        means = {name: part / count for name, part, count in zip(names, sums, counts, strict=True) if count}
+        means["ragged_share"] = self.kinds["ragged_loss"] / max(sum(self.kinds.values()), 1)
+        self.sums, self.counts, self.kinds = {}, {}, dict.fromkeys(self.kinds, 0)
         return means
 
     def check_numbers(self) -> None:

@@ -73,7 +73,11 @@ def unsharded_copy(model: LoopedLM) -> LoopedLM:
     """The model itself, or a whole copy of a sharded one on the CPU; all processes must ask for it."""
     if not is_sharded(model):
         return model
-    copy = LoopedLM(model.config)
+    with torch.device("meta"):
+        copy = LoopedLM(model.config)
+    copy = copy.to_empty(device="cpu")
+    if model.config.tie_embeddings:
+        copy.head.weight = copy.embed.weight
     values = {name: gathered(parameter.detach()) for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for name, parameter in copy.named_parameters():
