@@ -53,8 +53,21 @@ def test_decode_dtypes_and_odd_sizes(shape: Shape, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [Shape(1, 1, 16), Shape(2, 1, 16)], ids=str)
 def test_decode_splits(shape: Shape) -> None:
     """Around the edges of the splits, which several programs share."""
-    case = paged.decode_case(shape, 16, [256, 257, 258, 700], torch.float32, DEVICE)
+    case = paged.decode_case(shape, 16, [1, 191, 192, 193, 257, 700], torch.float32, DEVICE)
     paged.assert_decode(BACKEND, case, shape, TOLERANCE[torch.float32], layers=(0, 1))
+
+
+def test_every_key_is_in_one_split() -> None:
+    """Whatever the lengths: the list has all splits of a row, in order, and they cover its earlier keys."""
+    lens = torch.tensor([0, 1, 15, 47, 48, 50, 700, 4000] * 5)
+    kv = torch.zeros(1, 2, 1, 8)
+    scratch = make_scratch(lens, 1, kv, 4001, 1, split_keys=32, max_splits=7)
+    count = int(scratch.num_items)
+    assert 40 < count <= len(scratch.items)
+    found = [divmod(item, 256) for item in scratch.items[:count].tolist()]
+    assert found == sorted(set(found)) and [row for row, split in found if split == 0] == list(range(40))
+    sizes = [sum(row == at for row, _ in found) for at in range(40)]
+    assert max(sizes) == 7 and sizes[:8] == [1, 1, 1, 1, 2, 2, 7, 7]
 
 
 @pytest.mark.parametrize("num_sms", [1, 100])
@@ -67,14 +80,16 @@ def test_rows_do_not_depend_on_the_batch(shape: Shape, num_sms: int) -> None:
     q, k, v = paged.projections(real, shape, pool)
     outs = []
     for max_len in (400, 5000):
-        scratch = make_scratch(real, shape.heads, pool.layer(0), max_len, num_sms, split_keys=64, max_splits=3)
+        scratch = make_scratch(
+            batch.positions, shape.heads, pool.layer(0), max_len, num_sms, split_keys=64, max_splits=3
+        )
         outs.append(decode(pool.layer(0), pool.table_SPB, 16, batch, scratch, q, k, v))
         assert not scratch.arrived.any()
     assert torch.equal(*outs)
     paged.assert_rows(pool, 0, outs[0], q, *batch[:3], TOLERANCE[torch.float32])
     for row in range(real):
         alone = type(batch)(*(x[row : row + 1] for x in batch[:3]), max_len=batch.max_len)
-        scratch = make_scratch(1, shape.heads, pool.layer(0), 400, 50, split_keys=64, max_splits=3)
+        scratch = make_scratch(alone.positions, shape.heads, pool.layer(0), 400, 50, split_keys=64, max_splits=3)
         one = slice(row, row + 1)
         out = decode(pool.layer(0), pool.table_SPB, 16, alone, scratch, q[one], k[one], v[one])
         assert torch.equal(out, outs[0][one])
@@ -108,7 +123,7 @@ def test_tiles_cover_every_row_once() -> None:
     """Also where a group has more heads than a tile usually has queries; the longest reach comes first."""
     _, batch = paged.prefill_case(Shape(1, 1, 8), 16, paged.parts(16), torch.float32)
     for group in (1, 3, 48):
-        tiles = Tiles(batch.pieces, group, 8, torch.float32, torch.device("cpu"))
+        tiles = Tiles(batch, group, 8, torch.float32)
         rows = [row for first, count in tiles.rows_T2.tolist() for row in range(first, first + count)]
         assert sorted(rows) == list(range(len(batch.slots)))
         assert tiles.launch.queries >= group

@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_the_batch(shape: Shape) -> None:
     for keys, most in ((256, 32), (64, 8)):
         wanted = None
         for max_len, num_sms in ((3000, 132), (3000, 1), (9000, 1000), (3000, 20)):
-            scratch = make_scratch(real, shape.heads, kv, max_len, num_sms, keys, most)
+            scratch = make_scratch(batch.positions, shape.heads, kv, max_len, num_sms, keys, most)
             for _ in range(20):
                 out = decode(kv, table, 16, batch, scratch, q, k, v)
                 wanted = out if wanted is None else wanted
@@ -91,7 +91,7 @@ def test_rows_do_not_depend_on_the_batch(shape: Shape) -> None:
         for row in range(real):
             one = slice(row, row + 1)
             alone = DecodeBatch(*(x[one] for x in batch[:3]), max_len=3000)
-            scratch = make_scratch(1, shape.heads, kv, 3000, 132, keys, most)
+            scratch = make_scratch(alone.positions, shape.heads, kv, 3000, 132, keys, most)
             assert torch.equal(decode(kv, table, 16, alone, scratch, q[one], k[one], v[one]), wanted[one])
 
 

@@ -38,6 +38,11 @@ class TritonBackend:
     """See the module. Decode: one launch a layer stores K/V and attends; it may be captured in a CUDA graph."""
 
     name = "triton"
+    pads_prefill = True
+    by_rows = 64
+
+    def __init__(self) -> None:
+        self._tiled: tuple[PrefillBatch, Tiles] | None = None
 
     def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
         """Refuses CPUs (unless Triton interprets), heads wider than 256 and dtypes the kernels do not compute."""
@@ -58,8 +63,8 @@ class TritonBackend:
     def describe(self) -> str:
         how = "interpreted" if interpreter.interpreting() else "compiled"
         return (
-            f"triton ({how}; decode stores K/V and attends in one kernel, split every {SPLIT_KEYS} keys into at most "
-            f"{MAX_SPLITS}; packed prefill in tiles; pages of any size)"
+            f"triton ({how}; decode stores K/V and attends in one kernel, about every {SPLIT_KEYS} keys a split, at "
+            f"most {MAX_SPLITS}; packed prefill in tiles; pages of any size)"
         )
 
     def decode(self, pool: Pool, batch: DecodeBatch) -> Attend:
@@ -70,7 +75,7 @@ class TritonBackend:
             nonlocal scratch
             kv, heads = pool.layer(layer), q_NHK.shape[1]
             if scratch is None:  # the pool does not know how many query heads there are
-                scratch = make_scratch(len(q_NHK), heads, kv, batch.max_len, multiprocessors(kv.device))
+                scratch = make_scratch(batch.positions, heads, kv, batch.max_len, multiprocessors(kv.device))
             if batch.packed:  # rows read each other's K/V; the kernel then stores the same once more
                 write_kv(kv, table, page_size, batch.slots, batch.planes, batch.positions, k_NGK, v_NGK)
             run = decode_heads if heads == kv_heads else decode_groups
@@ -82,17 +87,20 @@ class TritonBackend:
         table, page_size = pool.table_SPB, pool.page_size
         kv_heads, head_dim = pool.data.shape[-2:]
         planes = torch.full_like(batch.slots, plane)
-        tiles = None
 
         def attend(layer: int, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-            nonlocal tiles
             kv = pool.layer(layer)
-            if tiles is None:
-                tiles = Tiles(batch.pieces, q_NHK.shape[1] // kv_heads, head_dim, kv.dtype, kv.device)
+            tiles = self._tiles_of(batch, q_NHK.shape[1] // kv_heads, head_dim, kv.dtype)
             write_kv(kv, table, page_size, batch.slots, planes, batch.positions, k_NGK, v_NGK)
             return prefill_pieces(kv, table, page_size, batch.slots, batch.positions, tiles, plane, q_NHK)
 
         return attend
+
+    def _tiles_of(self, batch: PrefillBatch, group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+        """The same at every layer and loop step of a batch. What is captured in a graph makes a batch of its own."""
+        if self._tiled is None or self._tiled[0] is not batch:
+            self._tiled = (batch, Tiles(batch, group, head_dim, dtype))
+        return self._tiled[1]
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from looped.infer.backends.base import DecodeBatch
 from looped.infer.backends.kernels.lookup import accumulator, padded, pool_row, pool_rows, rows_apart
-from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, split_keys
+from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, listed_split, next_item, split_keys
+from looped.model.kernels.launch import after_previous, launch_options
 
 
 @triton.jit
@@ -50,68 +51,67 @@ def _one_split(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode(
-    out, q_ptr, k_new, v_new, kv, table, slots, planes, positions, scratch_acc, scratch_stats, arrived,
+    out, q_ptr, k_new, v_new, kv, table, slots, planes, positions,
+    items, num_items, taken, scratch_acc, scratch_stats, arrived,
     q_row, q_head, k_row, k_head, v_row, v_head, table_slot, table_plane, num_splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SCALE: tl.constexpr, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs a row and KV head, G, N)."""
-    program, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Programs take the batch's splits one after another, KV head by KV head."""
+    after_previous(OVERLAP)
     NEVER: tl.constexpr = -1.0e30  # below every score; finite, so that differences of two are numbers
     ROW: tl.constexpr = 2 * KV_HEADS * HEAD_DIM
-    position = tl.load(positions + row).to(tl.int32)
-    each = split_keys(position, SPLIT_KEYS, MAX_SPLITS)
-    used = tl.cdiv(position, each)
-    if program < tl.maximum(used, 1):
+    dims = tl.arange(0, PADDED)
+    inside_K = dims < HEAD_DIM
+    members = tl.arange(0, ROWS)
+    inside_Q = members < GROUP
+    mask_QK = inside_Q[:, None] & inside_K[None, :]
+    left = tl.load(num_items) * KV_HEADS
+    item = tl.program_id(0)
+    while item < left:
+        following = next_item(taken, left)
+        kv_head = item % KV_HEADS
+        row, split = listed_split(items, item // KV_HEADS)
+        position = tl.load(positions + row).to(tl.int32)
         entry = table + tl.load(slots + row) * table_slot + tl.load(planes + row) * table_plane
-        dims = tl.arange(0, PADDED)
-        inside_K = dims < HEAD_DIM
-        members = tl.arange(0, ROWS)
         heads = kv_head * GROUP + members
-        inside_Q = members < GROUP
-        mask_QK = inside_Q[:, None] & inside_K[None, :]
         q_at = row * q_row + heads[:, None] * q_head + dims[None, :]
         q_QK = tl.load(q_ptr + q_at, mask=mask_QK, other=0.0)
         k_own = tl.load(k_new + row * k_row + kv_head * k_head + dims, mask=inside_K, other=0.0)
         v_own = tl.load(v_new + row * v_row + kv_head * v_head + dims, mask=inside_K, other=0.0)
         kv_k = kv + kv_head * HEAD_DIM
         kv_v = kv_k + KV_HEADS * HEAD_DIM
-        if program == 0:  # nobody reads the new token's place in this launch
+        if split == 0:  # nobody reads the new token's place in this launch
             own = pool_row(entry, position, PAGE) * ROW + dims
             tl.store(kv_k + own, k_own, mask=inside_K)
             tl.store(kv_v + own, v_own, mask=inside_K)
+        each = split_keys(position, SPLIT_KEYS, MAX_SPLITS)
+        used = tl.maximum(tl.cdiv(position, each), 1)
+        part_top, part_sum, part_QK = _one_split(
+            entry, kv_k, kv_v, q_QK, split * each, tl.minimum(split * each + each, position), inside_K, NEVER, SCALE,
+            ROW, ROWS, PADDED, PAGE, BLOCK, STAGES, ACC,
+        )  # fmt: skip
         # The new token itself is where folding starts.
         top_Q = tl.sum(q_QK.to(ACC) * k_own.to(ACC)[None, :], 1) * SCALE
         sum_Q = tl.full((ROWS,), 1.0, dtype=ACC)
         acc_QK = tl.zeros((ROWS, PADDED), dtype=ACC) + v_own.to(ACC)[None, :]
         line_Q = row * (KV_HEADS * GROUP) + heads
         out_at = line_Q[:, None] * HEAD_DIM + dims[None, :]
-        if used <= 1:
-            part_top, part_sum, part_QK = _one_split(
-                entry, kv_k, kv_v, q_QK, 0, position, inside_K, NEVER, SCALE,
-                ROW, ROWS, PADDED, PAGE, BLOCK, STAGES, ACC,
-            )  # fmt: skip
+        if used == 1:
             new_Q = tl.maximum(top_Q, part_top)
             keep_Q, weight_Q = tl.exp2(top_Q - new_Q), tl.exp2(part_top - new_Q)
             sum_Q = sum_Q * keep_Q + part_sum * weight_Q
             acc_QK = acc_QK * keep_Q[:, None] + part_QK * weight_Q[:, None]
             tl.store(out + out_at, acc_QK / sum_Q[:, None], mask=mask_QK)
         else:
-            programs = tl.num_programs(0)
-            for split in range(program, used, programs):
-                start = split * each
-                part_top, part_sum, part_QK = _one_split(
-                    entry, kv_k, kv_v, q_QK, start, tl.minimum(start + each, position), inside_K, NEVER, SCALE,
-                    ROW, ROWS, PADDED, PAGE, BLOCK, STAGES, ACC,
-                )  # fmt: skip
-                part_Q = line_Q * num_splits + split
-                tl.store(scratch_acc + part_Q[:, None] * HEAD_DIM + dims[None, :], part_QK, mask=mask_QK)
-                tl.store(scratch_stats + part_Q * 2, part_top, mask=inside_Q)
-                tl.store(scratch_stats + part_Q * 2 + 1, part_sum, mask=inside_Q)
-            if last_to_arrive(arrived + row * (KV_HEADS * GROUP) + kv_head, tl.minimum(programs, used)):
-                for split in tl.range(0, used, num_stages=3):
-                    part_Q = line_Q * num_splits + split
+            part_Q = line_Q * num_splits + split
+            tl.store(scratch_acc + part_Q[:, None] * HEAD_DIM + dims[None, :], part_QK, mask=mask_QK)
+            tl.store(scratch_stats + part_Q * 2, part_top, mask=inside_Q)
+            tl.store(scratch_stats + part_Q * 2 + 1, part_sum, mask=inside_Q)
+            if last_to_arrive(arrived + row * (KV_HEADS * GROUP) + kv_head, used):
+                for other in tl.range(0, used, num_stages=3):
+                    part_Q = line_Q * num_splits + other
                     stats = scratch_stats + part_Q * 2
                     part_top = tl.load(stats, mask=inside_Q, other=0.0, cache_modifier=".cg")
                     part_sum = tl.load(stats + 1, mask=inside_Q, other=0.0, cache_modifier=".cg")
@@ -125,6 +125,7 @@ def _decode(
                     acc_QK = acc_QK * keep_Q[:, None] + part_QK * weight_Q[:, None]
                     top_Q = new_Q
                 tl.store(out + out_at, acc_QK / sum_Q[:, None], mask=mask_QK)
+        item = following
 
 
 def decode_groups(
@@ -149,14 +150,14 @@ def decode_groups(
     kv_heads = k_NGK.shape[1]
     out_NHK = torch.empty((num_rows, heads, head_dim), dtype=q_NHK.dtype, device=q_NHK.device)
     width = padded(head_dim, least=16)
-    _decode[(scratch.num_programs, kv_heads, num_rows)](
+    _decode[(scratch.num_programs,)](
         out_NHK, q_NHK, k_NGK, v_NGK, kv, table_SPB, batch.slots, batch.planes, batch.positions,
-        scratch.acc, scratch.stats, scratch.arrived,
+        scratch.items, scratch.num_items, scratch.taken, scratch.acc, scratch.stats, scratch.arrived,
         *q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGK.stride()[:2], *table_SPB.stride()[:2], scratch.num_splits,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=padded(heads // kv_heads, least=16), HEAD_DIM=head_dim,
         PADDED=width, PAGE=page_size, SCALE=math.log2(math.e) * head_dim**-0.5, SPLIT_KEYS=scratch.split_keys,
         MAX_SPLITS=scratch.max_splits, BLOCK=block or block_keys(width, kv.dtype), STAGES=num_stages,
-        ACC=accumulator(kv.dtype), num_warps=num_warps,
+        ACC=accumulator(kv.dtype), num_warps=num_warps, **launch_options(kv.device),
     )  # fmt: skip
     return out_NHK
 

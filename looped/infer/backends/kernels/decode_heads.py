@@ -16,7 +16,7 @@ from torch import Tensor
 
 from looped.infer.backends.base import DecodeBatch
 from looped.infer.backends.kernels.lookup import accumulator, padded, pool_row, pool_rows, rows_apart
-from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, split_keys
+from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, listed_split, next_item, split_keys
 from looped.model.kernels.launch import after_previous, launch_options
 
 # Rows times heads from which programs are small.
@@ -55,59 +55,59 @@ def _one_split(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode(
-    out, q_ptr, k_new, v_new, kv, table, slots, planes, positions, scratch_acc, scratch_stats, arrived,
+    out, q_ptr, k_new, v_new, kv, table, slots, planes, positions,
+    items, num_items, taken, scratch_acc, scratch_stats, arrived,
     q_row, q_head, k_row, k_head, v_row, v_head, table_slot, table_plane, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
     STAGES: tl.constexpr, ACC: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs a row and head, H, N)."""
+    """Programs take the batch's splits one after another, head by head."""
     after_previous(OVERLAP)
-    program, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     NEVER: tl.constexpr = -1.0e30  # below every score; finite, so that differences of two are numbers
     ROW: tl.constexpr = 2 * HEADS * HEAD_DIM
-    position = tl.load(positions + row).to(tl.int32)
-    each = split_keys(position, SPLIT_KEYS, MAX_SPLITS)
-    used = tl.cdiv(position, each)
-    if program < tl.maximum(used, 1):
+    dims = tl.arange(0, PADDED)
+    inside_K = dims < HEAD_DIM
+    left = tl.load(num_items) * HEADS
+    item = tl.program_id(0)
+    while item < left:
+        following = next_item(taken, left)
+        head = item % HEADS
+        row, split = listed_split(items, item // HEADS)
+        position = tl.load(positions + row).to(tl.int32)
         entry = table + tl.load(slots + row) * table_slot + tl.load(planes + row) * table_plane
-        dims = tl.arange(0, PADDED)
-        inside_K = dims < HEAD_DIM
         q = tl.load(q_ptr + row * q_row + head * q_head + dims, mask=inside_K, other=0.0).to(ACC) * SCALE
         k_own = tl.load(k_new + row * k_row + head * k_head + dims, mask=inside_K, other=0.0)
         v_own = tl.load(v_new + row * v_row + head * v_head + dims, mask=inside_K, other=0.0)
         kv_k = kv + head * HEAD_DIM
         kv_v = kv_k + HEADS * HEAD_DIM
-        if program == 0:  # nobody reads the new token's place in this launch
+        if split == 0:  # nobody reads the new token's place in this launch
             own = pool_row(entry, position, PAGE) * ROW + dims
             tl.store(kv_k + own, k_own, mask=inside_K)
             tl.store(kv_v + own, v_own, mask=inside_K)
+        each = split_keys(position, SPLIT_KEYS, MAX_SPLITS)
+        used = tl.maximum(tl.cdiv(position, each), 1)
+        part_top, part_sum, part_K = _one_split(
+            entry, kv_k, kv_v, q, split * each, tl.minimum(split * each + each, position), inside_K, NEVER,
+            ROW, PADDED, PAGE, BLOCK, STAGES, ACC,
+        )  # fmt: skip
         # The new token itself is where folding starts.
         top = tl.sum(k_own.to(ACC) * q, 0)
         total = tl.full([], 1.0, dtype=ACC)
         acc_K = v_own.to(ACC)
-        line = (row * HEADS + head) * num_splits
-        if used <= 1:
-            part_top, part_sum, part_K = _one_split(
-                entry, kv_k, kv_v, q, 0, position, inside_K, NEVER, ROW, PADDED, PAGE, BLOCK, STAGES, ACC
-            )
+        out_at = out + (row * HEADS + head) * HEAD_DIM + dims
+        if used == 1:
             new = tl.maximum(top, part_top)
             keep, weight = tl.exp2(top - new), tl.exp2(part_top - new)
             total = total * keep + part_sum * weight
             acc_K = acc_K * keep + part_K * weight
-            tl.store(out + (row * HEADS + head) * HEAD_DIM + dims, acc_K / total, mask=inside_K)
+            tl.store(out_at, acc_K / total, mask=inside_K)
         else:
-            programs = tl.num_programs(0)
-            for split in range(program, used, programs):
-                start = split * each
-                part_top, part_sum, part_K = _one_split(
-                    entry, kv_k, kv_v, q, start, tl.minimum(start + each, position), inside_K, NEVER,
-                    ROW, PADDED, PAGE, BLOCK, STAGES, ACC,
-                )  # fmt: skip
-                tl.store(scratch_acc + (line + split) * HEAD_DIM + dims, part_K, mask=inside_K)
-                tl.store(scratch_stats + (line + split) * 2, part_top)
-                tl.store(scratch_stats + (line + split) * 2 + 1, part_sum)
-            if last_to_arrive(arrived + row * HEADS + head, tl.minimum(programs, used)):
+            line = (row * HEADS + head) * num_splits
+            tl.store(scratch_acc + (line + split) * HEAD_DIM + dims, part_K, mask=inside_K)
+            tl.store(scratch_stats + (line + split) * 2, part_top)
+            tl.store(scratch_stats + (line + split) * 2 + 1, part_sum)
+            if last_to_arrive(arrived + row * HEADS + head, used):
                 for first in range(0, used, FOLD):
                     parts = first + tl.arange(0, FOLD)
                     inside = parts < used
@@ -123,7 +123,8 @@ def _decode(
                     total = total * keep + tl.sum(sums * weights, 0)
                     acc_K = acc_K * keep + tl.sum(accs * weights[:, None], 0)
                     top = new
-                tl.store(out + (row * HEADS + head) * HEAD_DIM + dims, acc_K / total, mask=inside_K)
+                tl.store(out_at, acc_K / total, mask=inside_K)
+        item = following
 
 
 def decode_heads(
@@ -150,10 +151,10 @@ def decode_heads(
     width = padded(head_dim)
     many = num_rows * heads >= MANY
     block = block or block_keys(width, kv.dtype) // (2 if many else 1)
-    num_stages, num_warps = num_stages or (4 if many else 2), num_warps or (2 if many else 4)
-    _decode[(scratch.num_programs, heads, num_rows)](
+    num_stages, num_warps = num_stages or (3 if many else 2), num_warps or (1 if many else 4)
+    _decode[(scratch.num_programs,)](
         out_NHK, q_NHK, k_NHK, v_NHK, kv, table_SPB, batch.slots, batch.planes, batch.positions,
-        scratch.acc, scratch.stats, scratch.arrived,
+        scratch.items, scratch.num_items, scratch.taken, scratch.acc, scratch.stats, scratch.arrived,
         *q_NHK.stride()[:2], *k_NHK.stride()[:2], *v_NHK.stride()[:2], *table_SPB.stride()[:2], scratch.num_splits,
         HEADS=heads, HEAD_DIM=head_dim, PADDED=width, PAGE=page_size, SCALE=math.log2(math.e) * head_dim**-0.5,
         SPLIT_KEYS=scratch.split_keys, MAX_SPLITS=scratch.max_splits, BLOCK=block,
