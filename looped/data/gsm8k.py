@@ -21,9 +21,14 @@ class Solved(NamedTuple):
     chain: str
     answer: str
 
+    @property
+    def said(self) -> str:
+        """The chain and, in a sentence of its own, the answer."""
+        chain = f"{self.chain} " if self.chain else ""
+        return f"{chain}The answer is {self.answer}."
+
     def document(self) -> str:
-        chain = f" {self.chain}" if self.chain else ""
-        return f"Q: {self.question}\nA:{chain} The answer is {self.answer}."
+        return f"Q: {self.question}\nA: {self.said}"
 
 
 def solved(question: str, answer: str) -> Solved:

@@ -10,6 +10,8 @@ import tokenizers
 from looped.errors import LoopedError
 from looped.files import read_object
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
 
 class Tokenizer:
     """A checkpoint's tokenizer. Prompts never end in an end-of-text token, whatever the post-processor adds."""
@@ -31,10 +33,37 @@ class Tokenizer:
             token_ids.pop()
         return token_ids
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that go on from others: no special tokens are put around them."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         text: str = self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's own: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
+        file = self.folder / "chat_template.jinja"
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        template = self.settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            by_name = {entry.get("name"): entry.get("template") for entry in template}
+            template = by_name.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens, which templates and clients ask for by name."""
+        settings = dict(self.settings)
+        file = self.folder / "special_tokens_map.json"
+        if file.exists():
+            settings = read_object(file) | settings
+        tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token's text, None where there is no such token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,32 +11,8 @@ from looped.server.errors import ApiError
 if TYPE_CHECKING:
     from looped.model.tokenizer import Tokenizer
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # What a request's chat_template_kwargs must not replace.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
-
-
-def find_template(tokenizer: Tokenizer) -> str | None:
-    """The chat template of a checkpoint folder: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
-    file = tokenizer.folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer.settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """The texts of the special tokens, which templates and clients ask for by name."""
-    settings = dict(tokenizer.settings)
-    file = tokenizer.folder / "special_tokens_map.json"
-    if file.exists():
-        settings = json.loads(file.read_text(encoding="utf-8")) | settings
-    tokens = {name: settings.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 class ChatTemplate:
@@ -45,8 +20,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer | None, model: str) -> None:
         self._model = model
-        self.text = None if tokenizer is None else find_template(tokenizer)
-        self.tokens = {} if tokenizer is None else special_tokens(tokenizer)
+        self.text = None if tokenizer is None else tokenizer.chat_template
+        self.tokens = {} if tokenizer is None else tokenizer.special_tokens
         if self.text is not None:
             import_module("transformers.utils.chat_template_utils")
 

@@ -121,8 +121,7 @@ class Packed(NamedTuple):
         return values[self.numbers]
 
     def to(self, device: torch.device) -> Packed:
-        moved = (part.to(device, non_blocking=True) for part in self[:5])
-        return Packed(*moved, self.cuts, self.num_tokens)
+        return self._replace(**{name: getattr(self, name).to(device, non_blocking=True) for name in self._fields[:5]})
 
 
 Batch = Sequences | Packed

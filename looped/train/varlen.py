@@ -79,7 +79,7 @@ def _by_stretch(qkv: tuple[Tensor, ...], bounds: Bounds) -> list[list[Tensor]]:
     spans = [(begin, end) for begin, end in itertools.pairwise(bounds.cuts) if end > begin]
     lengths = {end - begin for begin, end in spans}
     if len(lengths) == 1:
-        return [[x.unflatten(0, (-1, *lengths)) for x in qkv]]
+        return [[x.reshape(len(spans), -1, *x.shape[1:]) for x in qkv]]
     return [[x[None, begin:end] for x in qkv] for begin, end in spans]
 
 

@@ -76,7 +76,7 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 def test_bad_documents(tmp_path):
-    with pytest.raises(LoopedError, match=r"it has body, title\."):
+    with pytest.raises(LoopedError, match=r"line 1, needs the columns .*; it has body, title: "):
         list(load_documents(_rows(tmp_path / "a.jsonl", [{"title": "x", "body": "y"}])))
     with pytest.raises(LoopedError, match="there is no data file"):
         list(load_documents(str(tmp_path / "absent.jsonl")))
@@ -85,8 +85,9 @@ def test_bad_documents(tmp_path):
         list(load_documents(str(tmp_path / "broken.jsonl")))
     with pytest.raises(LoopedError, match="role and content"):
         list(load_documents(_rows(tmp_path / "m.jsonl", [{"messages": [{"role": "user"}]}])))
-    with pytest.raises(LoopedError, match=r"give a \.jsonl"):
-        list(load_documents(str(tmp_path)))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LoopedError, match="holds no file that ends in .jsonl"):
+        list(load_documents(str(tmp_path / "empty")))
 
 
 def test_hub_name_without_network_is_one_sentence(monkeypatch):
