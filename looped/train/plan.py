@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +145,10 @@ def check_data(options: Options) -> tuple[int, list[str]]:
         if source == EMBEDDED:
             notes.append("data: generated on this machine when the run starts")
             continue
-        hub = is_hub_name(source) and not any(True for _ in _local(source))
+        hub = is_hub_name(source) and not Path(source).expanduser().exists()
         try:
+            if hub:
+                _ask_hub(source)
             first = next(itertools.islice(read_texts(source, data.column, data.subset, data.split), 1), None)
         except LoopedError as error:
             if not hub:
@@ -163,11 +166,14 @@ def check_data(options: Options) -> tuple[int, list[str]]:
     return vocab, notes
 
 
-def _local(source: str) -> list[str]:
+def _ask_hub(name: str) -> None:
+    """Raise LoopedError where the hub does not know a data set or cannot be reached, without many attempts."""
+    from huggingface_hub import HfApi
+
     try:
-        return [str(path) for path in find_files(source)]
-    except LoopedError:
-        return []
+        HfApi().dataset_info(name, timeout=10)
+    except Exception as error:  # the hub's many exception types mean one thing here
+        raise LoopedError(f"the hub does not give {name} from here ({type(error).__name__})") from error
 
 
 def _disk(options: Options, needed: int) -> list[str]:

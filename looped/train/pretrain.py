@@ -39,6 +39,8 @@ def run(options: Options) -> int:
         return dry_run(options, device)
     corpus = open_corpus(options.data, options.seed, device, as_found=options.resume)
     assert options.output is not None
+    # before a run that is replaced goes away
+    model_config(options.model, corpus.vocab_size, corpus.train.length, corpus.eos_id, corpus.pad_id)
     summary = train(options, prepare_folder(options) if first else options.output, corpus, begun)
     if summary is not None:
         last_json(summary)
@@ -219,7 +221,8 @@ def _deterministic() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the library is first used
-    torch.use_deterministic_algorithms(True)
+    # what has no such version is a figure of the log at most; torch warns of it
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
 
 
