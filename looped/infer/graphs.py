@@ -67,23 +67,24 @@ class Graphs:
         captured.graph.replay()
         return captured.outputs
 
-    def capture(self, key: Hashable, stage: Stage) -> None:
-        """Record `stage` under `key`; nothing without graphs.
+    def capture(self, key: Hashable, stage: Stage, warm_up: Stage | None = None) -> Outputs:
+        """Record `stage` under `key`; nothing without graphs. Returns its outputs, which a later capture may read.
 
         It runs once before, on a side stream: kernels compile and libraries make their workspaces outside the graph.
-        That run has its effects, so the caller points its inputs at slot 0.
+        That run has its effects, so the caller points its inputs at slot 0; `warm_up` runs in its place where it does
+        the same with less work.
 
         Raises `LoopedError` when the GPU's memory does not suffice.
         """
         if not self.enabled:
-            return
+            return ()
         if key in self._captured:
             raise ValueError(f"{key!r} is captured already")
         started = time.perf_counter()
         # Nothing the collector might free, a tensor of another pool say, may go while a graph is recorded.
         gc.freeze()
         try:
-            self._captured[key] = self._record(stage)
+            captured = self._captured[key] = self._record(stage, warm_up or stage)
         except RuntimeError as error:
             # The allocator goes on serving a broken capture's stream from its pool: both are given up.
             self._stream = self._pool = None
@@ -96,8 +97,9 @@ class Graphs:
         finally:
             gc.unfreeze()
             self.seconds += time.perf_counter() - started
+        return captured.outputs
 
-    def _record(self, stage: Stage) -> _Captured:
+    def _record(self, stage: Stage, warm_up: Stage) -> _Captured:
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -105,7 +107,7 @@ class Graphs:
             main = torch.cuda.current_stream()
             self._stream.wait_stream(main)
             with torch.cuda.stream(self._stream):
-                stage()
+                warm_up()
             main.wait_stream(self._stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what the first run took must not count as the graph's

@@ -103,12 +103,13 @@ class KVMemory:
         chunk_size: int | None = None,
         max_num_batched_tokens: int = 8192,
         reserve_bytes: int | None = None,
+        graphs: bool = False,
     ) -> None:
         """`max_loops` is R, `num_slots` counts slot 0, `max_len` is the longest a sequence may get, prompt included.
 
         `num_pages` core pages if given, else as many as are of use and fit into the free memory, of which
-        `reserve_bytes` stay free: by default, on a GPU, what graphs, tables and batches of `max_num_batched_tokens`
-        take.
+        `reserve_bytes` stay free: by default, on a GPU, what CUDA graphs (with `graphs`), tables and batches of
+        `max_num_batched_tokens` take.
         `headroom` is the share of each pool that admission keeps free while anything runs. `chunk_size` is the grid on
         which prompts are cut; the prefix cache needs one where a layout's results depend on the cuts. `poison` fills
         free pages with NaN. Raises `LoopedError` for a page size the layout does not take, for a cache without its
@@ -134,7 +135,7 @@ class KVMemory:
             reserve_bytes = 0
             if device.type == "cuda":
                 tables = 4 * num_slots * (num_planes + 1) * -(-max_len // self.page_size)
-                batches = activation_bytes(config, max_num_batched_tokens, num_slots, dtype)
+                batches = activation_bytes(config, max_num_batched_tokens, num_slots, dtype, graphs)
                 reserve_bytes = GPU_RESERVE_BYTES + tables + batches
         sizes = size_pools(demand, device, num_pages, reserve_bytes)
         self.capacity_tokens = sizes.capacity_tokens

@@ -1,7 +1,8 @@
 """Prefill: pieces of prompts, packed into one batch of rows, through prelude, loop and coda.
 
-A row may leave the loop early: in a ragged prefill because the gate says so, after a preemption because the depth of
-its first run is known. Rows that left are not computed any further; later queries read their planes as in decode.
+Where every row runs all loop steps at once, `dense.py` does it. Here a row may leave the loop early: in a ragged
+prefill because the gate says so, after a preemption because the depth of its first run is known. Rows that left are not
+computed any further; later queries read their planes as in decode. And prompts may ride along with decode.
 """
 
 # N rows, D width
@@ -19,12 +20,10 @@ from torch import Tensor
 from looped.decode import DecodePolicy
 from looped.gates import Entry, Gate, Params
 from looped.infer.backends import Piece, PrefillBatch
-from looped.infer.stages import PROMPT_BUCKETS, Sampled, Stages
+from looped.infer.dense import DensePrompts
+from looped.infer.stages import Sampled, Stages
 from looped.infer.transfer import upload
 from looped.model.attention import Attend, dense_causal
-
-# Keys that the rows of short prompts may read, all together: more is read faster in tiles.
-MAX_SHORT_KEYS = 1 << 16
 
 
 class PromptPiece(NamedTuple):
@@ -82,15 +81,14 @@ class PromptBatch:
         slots, positions = self.slots_N, self.positions_N
         if self.left_N is not None:
             slots, positions = slots[self.left_N], positions[self.left_N]
-        return PrefillBatch(slots, positions, tuple(self._pieces()))
+        return PrefillBatch.of(slots, positions, self._pieces())
 
     def _pieces(self) -> list[Piece]:
         pieces, cuts = [], np.searchsorted(self.left, self.stops)
         for prompt, start, stop in zip(self.pieces, [0, *cuts[:-1]], cuts, strict=True):
             if start < stop:
                 at = self.positions[self.left[start:stop]]
-                first, end = int(at[0]), int(at[-1]) + 1
-                pieces.append(Piece(prompt.slot, int(start), int(stop), first, end, end - first == stop - start))
+                pieces.append(Piece(prompt.slot, int(start), int(stop), int(at[0]), int(at[-1]) + 1))
         return pieces
 
     def of(self, values: Tensor) -> Tensor:
@@ -101,37 +99,26 @@ class PromptBatch:
 class Prompts:
     """Prefill on the engine's stages."""
 
-    def __init__(self, stages: Stages, policy: DecodePolicy) -> None:
+    def __init__(self, stages: Stages, policy: DecodePolicy, max_num_batched_tokens: int) -> None:
         self.stages, self.policy = stages, policy
+        num_seqs, longest = stages.state.num_slots - 1, stages.kv.max_len
+        self.dense = DensePrompts(stages, min(max_num_batched_tokens, num_seqs * longest))
         self.model, self.kv, self.backend, self.state = stages.model, stages.kv, stages.backend, stages.state
 
     def run(self, pieces: Sequence[PromptPiece], level: int) -> Prefilled:
         """All of it at once."""
-        if self._short(pieces):
-            return self._row_by_row(pieces, level)
+        if self._dense(pieces):
+            depths = np.full(sum(len(piece.token_ids) for piece in pieces), self.policy.max_depth, dtype=np.int64)
+            return Prefilled(self.dense.run(pieces, level), depths)
         batch = self.start(pieces)
         for _ in range(self.policy.max_depth):
             self.loop(batch)
         return self.finish(batch, level)
 
-    def _short(self, pieces: Sequence[PromptPiece]) -> bool:
-        """Whether a batch is better run row by row, in one graph: it is small, and its launches would cost more than
-        reading its few keys for every row again."""
-        if not self.stages.pads or self.policy.prefill is not None or any(piece.depths for piece in pieces):
-            return False
-        rows = sum(len(piece.token_ids) for piece in pieces)
-        keys = sum(len(piece.token_ids) * (piece.start + len(piece.token_ids)) for piece in pieces)
-        return rows <= PROMPT_BUCKETS[-1] and keys <= MAX_SHORT_KEYS
-
-    def _row_by_row(self, pieces: Sequence[PromptPiece], level: int) -> Prefilled:
-        batch = PromptBatch(pieces, self.stages, None)
-        for piece in pieces:
-            self.kv.cover_prompt(piece.slot, piece.start, piece.start + len(piece.token_ids))
-        tokens = np.concatenate([piece.token_ids for piece in pieces])
-        last = [(stop - 1, piece.slot) for stop, piece in zip(batch.stops, pieces, strict=True) if piece.sample]
-        ends = np.array(last, dtype=np.int64).reshape(-1, 2).T
-        values = self.stages.on_prompts(np.stack((batch.slots, batch.positions, tokens)), ends, level)
-        return Prefilled(Sampled(*values) if last else None, batch.depths)  # type: ignore[arg-type]
+    def _dense(self, pieces: Sequence[PromptPiece]) -> bool:
+        """Whether every row runs all loop steps and leaves with the last one's state."""
+        deepest = self.policy.max_depth
+        return self.policy.prefill is None and all(p.depths is None or min(p.depths) == deepest for p in pieces)
 
     def start(self, pieces: Sequence[PromptPiece]) -> PromptBatch:
         """Pages and the prelude."""

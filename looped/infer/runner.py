@@ -23,7 +23,7 @@ from looped.infer.rowops import CODA, CORE, PRELUDE
 from looped.infer.sampler import Sampler
 from looped.infer.scheduler import Chunk, Limits, Plan, Stage
 from looped.infer.sequence import EngineSequence, Saved
-from looped.infer.stages import PROMPT_BUCKETS, Stages
+from looped.infer.stages import Stages
 from looped.infer.state import PHASE_OF, DeviceState, Resume, SlotInit
 from looped.infer.transfer import Fetch
 from looped.model import LoopedLM
@@ -32,6 +32,9 @@ from looped.sampling_options import FILTERED, GREEDY, RANDOM
 Values = tuple[Tensor | None, ...]
 # Sampling levels that have graphs of their own. Penalties and log-probabilities make their tables when first asked for.
 CAPTURED_LEVELS = (GREEDY, RANDOM, FILTERED)
+# Those at which a whole fused step is one graph: it has the core in it, so it takes long to capture. Any other level
+# takes a graph that all levels share, and one of what follows it.
+FUSED_LEVELS = (GREEDY, RANDOM)
 
 
 @dataclass(eq=False)
@@ -78,6 +81,7 @@ class Runner:
             prefix_caching=options.prefix_caching,
             chunk_size=options.chunk_size,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            graphs=options.graphs,
         )
         page_sizes = [pool.page_size for pool in self.kv.pools]
         self.backend = choose_backend(options.backend, page_sizes, model.config.head_dim, model.dtype, device)
@@ -86,7 +90,7 @@ class Runner:
         self.graphs = Graphs(device, capture, limits.max_num_seqs)
         pad = device.type == "cuda" if options.pad_batches is None else options.pad_batches
         self.stages = Stages(model, policy, self.state, self.kv, self.backend.backend, self.sampler, self.graphs, pad)
-        self.prompts = Prompts(self.stages, policy)
+        self.prompts = Prompts(self.stages, policy, limits.max_num_batched_tokens)
         self.riders: Riders | None = None
         if capture:
             self._capture()
@@ -128,13 +132,13 @@ class Runner:
     def _late(self, plan: Plan, keys: int, level: int) -> Values:
         """On rows that the device picks. Values: new tokens if any, and last the queues after it."""
         stages, queues, rows = self.stages, self.queues, plan.rows
-        if plan.fused and level in CAPTURED_LEVELS:
+        if plan.fused and level in FUSED_LEVELS:
             name = f"fused-{level}"
             return stages.among(name, CORE, rows, keys, lambda at: (*stages.fused(at, level), queues()))
-        if plan.fused:  # sampling that no graph holds keeps the core step in one
+        if plan.fused:
             (out,) = stages.among("exits", CORE, rows, keys, lambda at: (stages.exits(at),))
             assert out is not None
-            return (*stages.land(out, level), queues())
+            return stages.launch((f"land-{level}", len(out)), keys, lambda: (*stages.land(out, level), queues()))
         if plan.stage in (Stage.PRELUDE, Stage.CORE):
             run, phase = (stages.prelude, PRELUDE) if plan.stage is Stage.PRELUDE else (stages.core, CORE)
 
@@ -146,21 +150,17 @@ class Runner:
         return stages.among(f"coda-{level}", CODA, rows, keys, lambda at: (*stages.coda(at, level), queues()))
 
     def _capture(self) -> None:
-        """CUDA graphs of the decode stages, for rows of slot 0: largest batches first."""
+        """CUDA graphs of dense prefills and of the decode stages, for rows of slot 0: largest batches first."""
         samples = (Stage.CORE,) if self.fuse else (Stage.CODA,)
         kinds = (Stage.PRELUDE, Stage.CORE) if self.fuse else (Stage.PRELUDE, Stage.CORE, Stage.CODA)
-        none = np.zeros((3, 0), dtype=np.int64)
         with self.stages.capturing():
-            for size in reversed(PROMPT_BUCKETS if self.policy.prefill is None else ()):
-                for level in CAPTURED_LEVELS:
-                    self.stages.on_prompts(np.zeros((3, size), dtype=np.int64), none[:2], level)
+            if self.policy.prefill is None and not self.options.mix_prefill:
+                self.prompts.dense.capture(CAPTURED_LEVELS)
             for rows in sorted(self.graphs.buckets, reverse=True):
                 for stage in kinds:
                     plan = Plan(stage, (0,) * rows, rows=rows, fused=self.fuse and stage is Stage.CORE)
                     for level in CAPTURED_LEVELS if stage in samples else (GREEDY,):
                         self._late(plan, 1, level) if self.late else self._picked(plan, 1, level)
-                if self.fuse:
-                    self.stages.among("exits", CORE, rows, 1, lambda at: (self.stages.exits(at),))
 
     # Prompts.
 

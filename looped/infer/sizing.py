@@ -99,13 +99,18 @@ def _blocks(demand: Demand, device: torch.device, reserve_bytes: int) -> tuple[i
     return blocks, blocks < wanted
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
-    """What the largest batches hold besides weights and K/V: a prefill of `num_tokens`, logits of `num_seqs`."""
+def activation_bytes(
+    config: ModelConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype, graphs: bool = False
+) -> int:
+    """What the largest batches hold besides weights and K/V: a prefill of `num_tokens`, logits of `num_seqs`. CUDA
+    graphs keep the memory of the largest one to themselves, so that others take as much again."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     token = (6 * config.hidden_size + 3 * config.intermediate_size + 2 * heads) * dtype.itemsize
     # Logits in the model's dtype and, for sampling, in float32 with their order, twice over.
     row = config.vocab_size * (dtype.itemsize + 2 * (4 + 8))
-    return num_tokens * token + num_seqs * row
+    # Logits that wait between the launches of a prefill.
+    waiting = num_seqs * config.vocab_size * dtype.itemsize
+    return (1 + graphs) * (num_tokens * token + num_seqs * row) + waiting
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 Every scheduler and every way to hear of exits runs these and nothing else. A decode stage is a function of one tensor
 of slots; what it needs beyond that lies in the rows of `DeviceState`. Nothing in it waits for the device, so it can be
-captured in a CUDA graph. Prompts run in `prompts.py`.
+captured in a CUDA graph. Prompts run in `dense.py` and `prompts.py`.
 """
 
 # N rows, D width, V vocabulary
@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from looped.decode import DecodePolicy
@@ -33,10 +31,6 @@ from looped.model.attention import Attend, dense_causal
 
 if TYPE_CHECKING:
     from looped.infer.prompts import Riders
-
-
-# Sizes to which the rows of short prompts are padded.
-PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 class Sampled(NamedTuple):
@@ -74,9 +68,6 @@ class Stages:
         # The slots of a host-picked batch, where graphs look for them; and how many launches there were.
         self._slots = torch.zeros(state.num_slots, dtype=torch.long, device=device)
         self.tick = torch.zeros(1, dtype=torch.long, device=device)
-        # Rows of short prompts: slots, positions, tokens; and which of them ask for the next token, with their slots.
-        sizes = (3, PROMPT_BUCKETS[-1]), (2, state.num_slots)
-        self._prompt, self._ends = (torch.zeros(size, dtype=torch.long, device=device) for size in sizes)
         self._max_len = 0
         self._capturing = False
 
@@ -94,42 +85,34 @@ class Stages:
         rows = self.bucket(len(slots))
         at = self._slots[:rows]
         at.copy_(upload([*slots, *[0] * (rows - len(slots))], torch.long, self.model.device))
-        return self._launch((name, rows), max_len, lambda: run(at))
+        return self.launch((name, rows), max_len, lambda: run(at))
 
     def among(
         self, name: str, phase: int, rows: int, max_len: int, run: Callable[[Tensor], tuple[Tensor | None, ...]]
     ) -> tuple[Tensor | None, ...]:
         """Run a stage on up to `rows` slots of a queue that the device picks; what waits beyond them stays."""
         rows = self.bucket(max(rows, 1))
-        return self._launch((name, "device", rows), max_len, lambda: run(self.ops.select(self.state, phase, rows)))
+        return self.launch((name, "device", rows), max_len, lambda: run(self.ops.select(self.state, phase, rows)))
 
     @property
     def pads(self) -> bool:
         """Whether batches are padded to the sizes of graphs."""
         return self._pad
 
-    def on_prompts(self, rows: NDArray[np.int64], ends: NDArray[np.int64], level: int) -> tuple[Tensor | None, ...]:
-        """Run short prompts row by row: `rows` [3, N] are slots, positions and tokens; `ends` [2, B] the rows that ask
-        for the next token, and their slots. Returns the fields of `Sampled`."""
-        size = PROMPT_BUCKETS[bisect.bisect_left(PROMPT_BUCKETS, rows.shape[1])]
-        asking = min(size, self.state.num_slots - 1)
-        padded = np.zeros((3, size), dtype=np.int64), np.zeros((2, asking), dtype=np.int64)
-        padded[0][:, : rows.shape[1]], padded[1][:, : ends.shape[1]] = rows, ends
-        prompt, last = self._prompt[:, :size], self._ends[:, :asking]
-        prompt.copy_(upload(padded[0], torch.long, self.model.device))
-        last.copy_(upload(padded[1], torch.long, self.model.device))
-        key = (f"prompts-{level}", size)
-        return self._launch(key, self.kv.max_len, lambda: self.prompts(prompt, last, level))
-
-    def _launch(
-        self, key: tuple[object, ...], max_len: int, run: Callable[[], tuple[Tensor | None, ...]]
+    def launch(
+        self,
+        key: tuple[object, ...],
+        max_len: int,
+        run: Callable[[], tuple[Tensor | None, ...]],
+        warm_up: Callable[[], tuple[Tensor | None, ...]] | None = None,
     ) -> tuple[Tensor | None, ...]:
+        """Replay what was captured under `key`, or run it. `max_len` bounds the keys of any row; `warm_up` is what
+        runs before a capture, where less than all of it is enough."""
         self.kv.flush()
         # A replayed graph must serve every length, and padded batches do the same work with graphs and without.
         self._max_len = self.kv.max_len if self._pad else max_len
         if self._capturing:
-            self.graphs.capture(key, run)
-            return ()
+            return self.graphs.capture(key, run, warm_up)
         return self.graphs.run(key, run)
 
     @contextmanager
@@ -236,24 +219,6 @@ class Stages:
         sampled = self.coda(out, level)
         self.prelude(torch.where(self.state.phase[out] == PRELUDE, out, 0))
         return sampled
-
-    def prompts(self, rows_3N: Tensor, ends_2B: Tensor, level: int) -> Sampled:
-        """All stages of short prompts, every token a row of its own. Rows that end a prompt sample its first token."""
-        model, (slots, positions, tokens), (last, at) = self.model, rows_3N, ends_2B
-
-        def attend(pool: Pool | None, plane: int) -> Attend:
-            if pool is None:
-                return dense_causal
-            planes = torch.full_like(slots, plane)
-            return self.backend.decode(pool, DecodeBatch(slots, planes, positions, self._max_len, packed=True))
-
-        noise = model.init_state(self.state.seed[slots], positions)
-        h, injection = model.prelude(tokens, positions, attend(self.kv.outer, 0), noise)
-        for step in range(1, self.max_loops + 1):
-            h = model.core(h, injection, positions, step, attend(self.kv.core, self.policy.layout.write_plane(step)))
-        logits = model.coda(h, positions, attend(self.kv.outer, 0), rows=last)
-        depths = torch.full_like(at, self.max_loops)
-        return self.sample(at, h[last], logits, positions[last], depths, level)
 
     def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
         """Choose the tokens behind `positions` and leave everything their own passes need."""

@@ -213,10 +213,9 @@ def packed(pieces, keep=None):
     made, slots, positions, start = [], [], [], 0
     for slot, first, end in pieces:
         at = [p for p in range(first, end) if keep is None or p in (first, end - 1) or p % keep]
-        contiguous = len(at) == end - first
-        made.append(Piece(slot, start, start + len(at), first, end, contiguous))
+        made.append(Piece(slot, start, start + len(at), first, end))
         slots, positions, start = slots + [slot] * len(at), positions + at, start + len(at)
-    return PrefillBatch(on_gpu(slots), on_gpu(positions), tuple(made))
+    return PrefillBatch.of(on_gpu(slots), on_gpu(positions), made)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -229,7 +228,7 @@ def test_prefill_with_holes(backend, page_size):
     pieces = [(1, 0, 90), (3, 20, 21), (2, 100, 180)]
     pool.write([s for s, _, _ in pieces], [0] * 3, [end for _, _, end in pieces])
     batch, reference = packed(pieces, keep=3), pool.wide()
-    assert not all(piece.contiguous for piece in batch.pieces)
+    assert batch.holed
     q, k, v = draw(len(batch.slots), 4, 2, 64, dtype)
     expected = SdpaBackend().prefill(reference, batch, 0)(0, q.float(), k.float(), v.float())
     assert error(backend.prefill(pool, batch, 0)(0, q, k, v), expected) < TOLERANCE[dtype]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from looped.infer.backends.base import Backend, DecodeBatch, Piece, PrefillBatch
+from looped.infer.backends.base import Backend, DecodeBatch, Piece, PrefillBatch, piece_table
 
 LAYERS = 2
 
@@ -161,12 +161,10 @@ def prefill_case(
         rows = part.positions
         stored = sorted(set(range(rows[-1])) - set(rows))
         fill(pool, slot, 1, torch.tensor(stored, dtype=torch.int64))
-        contiguous = rows == list(range(rows[0], rows[-1] + 1))
-        pieces.append(Piece(slot, len(slots), len(slots) + len(rows), rows[0], rows[-1] + 1, contiguous))
+        pieces.append(Piece(slot, len(slots), len(slots) + len(rows), rows[0], rows[-1] + 1))
         slots += [slot] * len(rows)
         positions += rows
-    batch = PrefillBatch(torch.tensor(slots, device=device), torch.tensor(positions, device=device), tuple(pieces))
-    return pool, batch
+    return pool, PrefillBatch.of(*(torch.tensor(x, device=device) for x in (slots, positions)), pieces)
 
 
 def assert_prefill(
@@ -179,13 +177,24 @@ def assert_prefill(
 ) -> None:
     """As `assert_decode`, for a prompt batch in plane 1."""
     attend = backend.prefill(pool, batch, 1)  # type: ignore[arg-type]
-    planes = torch.ones_like(batch.slots)
+    planes, real = torch.ones_like(batch.slots), int((batch.slots > 0).sum())
     for layer in layers:
         before = pool.layer(layer).clone()
         q, k, v = projections(len(batch.slots), shape, pool)
         out = attend(layer, q, k, v)
-        assert_stored(pool, layer, before, batch.slots, planes, batch.positions, k, v)
-        assert_rows(pool, layer, out, q, batch.slots, planes, batch.positions, tolerance)
+        at = [x[:real] for x in (batch.slots, planes, batch.positions)]
+        assert_stored(pool, layer, before, *at, k, v)
+        assert_rows(pool, layer, out, q, *at, tolerance)
+        assert out.shape == q.shape and out.isfinite().all()
+
+
+def padded(batch: PrefillBatch, size: int, places: int, max_len: int) -> PrefillBatch:
+    """With `size` rows, room for `places` pieces, and bounds as loose as a graph's."""
+    count = len(batch.slots)
+    pieces = (*batch.pieces, Piece(0, count, size, 0, 1)) if count < size else batch.pieces
+    slots, positions = (torch.nn.functional.pad(x, (0, size - count)) for x in (batch.slots, batch.positions))
+    table = torch.from_numpy(piece_table(pieces, places)).to(slots.device)
+    return PrefillBatch(slots, positions, table, pieces, size, max_len)
 
 
 def edge_lens(page_size: int) -> list[int]:

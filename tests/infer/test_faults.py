@@ -173,7 +173,8 @@ def test_a_prefill_that_raises_ends_its_prompts_and_nothing_else(monkeypatch, ex
         def broken(*_: object) -> None:
             raise RuntimeError("broken kernel")
 
-        patch.setattr(engine.runner.prompts, "finish", broken)
+        prompt_runs = engine.runner.prompts
+        patch.setattr(*((prompt_runs, "finish") if mix else (prompt_runs.dense, "_first_tokens")), broken)
         with pytest.raises(RuntimeError, match="broken kernel"):
             while engine.has_work:
                 for output in engine.step():

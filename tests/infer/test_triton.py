@@ -109,6 +109,26 @@ def test_prefill_dtypes(shape: Shape, dtype: torch.dtype) -> None:
     paged.assert_prefill(BACKEND, pool, batch, shape, TOLERANCE[dtype])
 
 
+PADDED = [(6, 7), (7, 7), (64, 9)]  # rows beyond the batch's, and places for pieces
+
+
+@pytest.mark.parametrize(("extra", "places"), PADDED)
+@pytest.mark.parametrize("shape", [Shape(2, 2, 24), Shape(4, 2, 8)], ids=str)
+@pytest.mark.parametrize("kind", [TritonBackend, SdpaBackend])
+def test_padded_prefill(kind: type, shape: Shape, extra: int, places: int) -> None:
+    """Places without a piece, and padding rows that read one key of slot 0; bounds are loose."""
+    pool, batch = paged.prefill_case(shape, 16, paged.parts(16), torch.float32, DEVICE)
+    batch = paged.padded(batch, len(batch.slots) + extra, places, 64)
+    paged.assert_prefill(kind(), pool, batch, shape, TOLERANCE[torch.float32], layers=(0, 1))
+
+
+def test_full_places_without_padding_rows() -> None:
+    shape = Shape(2, 2, 24)
+    pool, batch = paged.prefill_case(shape, 16, paged.parts(16), torch.float32, DEVICE)
+    batch = paged.padded(batch, len(batch.slots), len(batch.pieces) + 3, 64)
+    paged.assert_prefill(BACKEND, pool, batch, shape, TOLERANCE[torch.float32])
+
+
 def test_sdpa_passes_the_same_cases() -> None:
     """So what the cases ask of kernels is what the engine's reference backend does."""
     shape = Shape(4, 2, 24)
@@ -120,15 +140,20 @@ def test_sdpa_passes_the_same_cases() -> None:
 
 
 def test_tiles_cover_every_row_once() -> None:
-    """Also where a group has more heads than a tile usually has queries; the longest reach comes first."""
+    """Also where a group has more heads than a tile usually has queries; the longest reach comes first. How many there
+    are follows from the numbers of rows and places."""
     _, batch = paged.prefill_case(Shape(1, 1, 8), 16, paged.parts(16), torch.float32)
-    for group in (1, 3, 48):
-        tiles = Tiles(batch, group, 8, torch.float32)
-        rows = [row for first, count in tiles.rows_T2.tolist() for row in range(first, first + count)]
-        assert sorted(rows) == list(range(len(batch.slots)))
-        assert tiles.launch.queries >= group
-        assert max(count for _, count in tiles.rows_T2.tolist()) * group <= tiles.launch.queries
-    assert batch.positions[tiles.rows_T2[0, 0]] == batch.positions.max()
+    rows = len(batch.slots)
+    for extra, places in ((0, 6), (0, 10), *PADDED):
+        packed = paged.padded(batch, rows + extra, places, 64)
+        for group in (1, 3, 48):
+            tiles = Tiles(packed, group, 8, torch.float32)
+            found = [row for first, count in tiles.rows_T2.tolist() for row in range(first, first + count)]
+            assert sorted(found) == list(range(rows + extra))
+            assert tiles.launch.queries >= group
+            assert tiles.rows_T2[:, 1].max() * group <= tiles.launch.queries
+            assert len(tiles.rows_T2) == (rows + extra) // (tiles.launch.queries // group) + places
+            assert packed.positions[tiles.rows_T2[0, 0]] == packed.positions.max()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -29,6 +29,14 @@ class PairedBackend:
         self._decoding, self._prefilling = decoding, prefilling
         self.decode, self.prefill = decoding.decode, prefilling.prefill
 
+    @property
+    def pads_prefill(self) -> bool:
+        return self._prefilling.pads_prefill
+
+    @property
+    def by_rows(self) -> int:
+        return self._prefilling.by_rows
+
     def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
         for backend in (self._prefilling, self._decoding):
             backend.check(page_size, head_dim, dtype, device_type)

@@ -58,6 +58,9 @@ class Library:
     page_multiple: ClassVar[int] = 1
     finds_rows: ClassVar[bool] = False
     """Whether it reads `rows_B`; the others need a gathered table."""
+    pads_prefill: ClassVar[bool] = False
+    """Whether loose bounds and places without a piece cost nothing in a prefill."""
+    by_rows: ClassVar[int] = 512
 
     def __init__(self, functions: ModuleType, capability: int) -> None:
         self.functions, self.capability = functions, capability
@@ -79,6 +82,8 @@ class FlashAttention3(Library):
     module, package, entry = "flash_attn_interface", "tokenspeed-fa3", "flash_attn_3_gpu"
     capabilities = (9,)
     finds_rows = True
+    pads_prefill = True
+    by_rows = 64
 
     def attend(self, q_NHK: Tensor, k_pages: Tensor, v_pages: Tensor, reads: Reads) -> Tensor:
         decode = reads.starts_B1 is None
@@ -93,6 +98,7 @@ class FlashAttention3(Library):
             kv_batch_idx=reads.rows_B,
             softmax_scale=q_NHK.shape[-1] ** -0.5,
             is_causal=True,
+            num_splits=0 if decode else 1,  # splits of a prefill would be sized for the longest keys there can be
         )[0]
         return out[:, 0] if decode else out
 
@@ -194,7 +200,6 @@ class FlashBackend:
     def __init__(self, library: Library | None = None) -> None:
         self.library = find_library() if library is None else library
         self._holed: Backend | None = None
-        self._packed: tuple[PrefillBatch, _Packed] | None = None
 
     def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
         library = self.library
@@ -223,6 +228,14 @@ class FlashBackend:
             release = ""
         return f"flash ({self.library.title}, {self.library.package}{release})"
 
+    @property
+    def pads_prefill(self) -> bool:
+        return self.library.pads_prefill
+
+    @property
+    def by_rows(self) -> int:
+        return self.library.by_rows
+
     def decode(self, pool: Pool, batch: DecodeBatch) -> Attend:
         rows_B = batch.slots * pool.table_SPB.shape[1] + batch.planes
         table_RL = self._table(pool, batch.max_len)
@@ -230,14 +243,11 @@ class FlashBackend:
         return self._attend(pool, KVWriter(pool, batch.slots, batch.planes, batch.positions), reads)
 
     def prefill(self, pool: Pool, batch: PrefillBatch, plane: int) -> Attend:
-        if not all(piece.contiguous for piece in batch.pieces):
+        if batch.holed:
             return self._for_holes().prefill(pool, batch, plane)
-        if self._packed is None or self._packed[0] is not batch:
-            self._packed = (batch, _pack(batch))
-        packed = self._packed[1]
-        rows_B = (packed.slots_B * pool.table_SPB.shape[1] + plane).int()
-        table_RL = self._table(pool, max(piece.end for piece in batch.pieces))
-        reads = Reads(table_RL, rows_B, packed.lens_B, packed.starts_B1, packed.max_queries)
+        rows_B = batch.slots_B * pool.table_SPB.shape[1] + plane
+        table_RL = self._table(pool, batch.max_len)
+        reads = Reads(table_RL, rows_B, batch.ends_B, batch.starts_B1, batch.longest)
         planes = torch.full_like(batch.slots, plane)
         return self._attend(pool, KVWriter(pool, batch.slots, planes, batch.positions), reads)
 
@@ -289,27 +299,3 @@ def _write_kernel() -> Callable[..., None] | None:
     except ModuleNotFoundError:
         return None
     return write_kv
-
-
-class _Packed(NamedTuple):
-    """The pieces of a prefill as tensors, the same at every loop step."""
-
-    slots_B: Tensor
-    lens_B: Tensor
-    starts_B1: Tensor
-    max_queries: int
-
-
-def _pack(batch: PrefillBatch) -> _Packed:
-    pieces, device = batch.pieces, batch.slots.device
-
-    def on_device(values: list[int]) -> Tensor:
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
-
-    return _Packed(
-        on_device([piece.slot for piece in pieces]),
-        on_device([piece.end for piece in pieces]),
-        on_device([*(piece.start for piece in pieces), pieces[-1].stop]),
-        max(piece.stop - piece.start for piece in pieces),
-    )

@@ -46,6 +46,8 @@ class SdpaBackend:
     """See the module. Any page size, any device, any dtype."""
 
     name = "sdpa"
+    pads_prefill = True
+    by_rows = 32
 
     def check(self, page_size: int, head_dim: int, dtype: torch.dtype, device_type: str) -> None:
         """Nothing is refused."""

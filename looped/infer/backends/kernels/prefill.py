@@ -8,18 +8,15 @@ key up to a row's position counts, whether its token is in the batch or was stor
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from looped.infer.backends.base import Piece
+from looped.infer.backends.base import PrefillBatch
 from looped.infer.backends.kernels.lookup import accumulator, padded, pool_rows, rows_apart
-from looped.infer.transfer import upload
 
 
 @triton.jit
@@ -61,6 +58,8 @@ def _prefill(
     ROW: tl.constexpr = 2 * KV_HEADS * HEAD_DIM
     first = tl.load(tiles + tl.program_id(0) * 2).to(tl.int64)
     num_tokens = tl.load(tiles + tl.program_id(0) * 2 + 1)
+    if num_tokens == 0:
+        return
     kv_head = tl.program_id(1)
     entry = table + tl.load(slots + first) * table_slot + plane * table_plane
     queries = tl.arange(0, QUERIES)
@@ -93,21 +92,28 @@ def _prefill(
 
 
 class Tiles:
-    """Which rows each tile of queries holds, for a packed batch; made on the host once a batch, for all layers."""
+    """Which rows each tile of queries holds, for a packed batch; made on the device, once a batch, for all layers.
 
-    def __init__(self, pieces: Sequence[Piece], group: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        longest = max(piece.stop - piece.start for piece in pieces) * group
-        self.launch = tile_launch(longest, group, head_dim, dtype)
+    How many tiles there are, and their size, follows from the numbers of rows and of places for pieces; tiles beyond
+    those that the pieces need have no rows.
+    """
+
+    def __init__(self, batch: PrefillBatch, group: int, head_dim: int, dtype: torch.dtype):
+        num_rows, starts = len(batch.slots), batch.starts_B1
+        self.launch = tile_launch(num_rows * group, group, head_dim, dtype)
         size = self.launch.queries // group
-        parts = []
-        for piece in pieces:
-            starts = np.arange(piece.start, piece.stop, size, dtype=np.int64)
-            reach = piece.first + starts - piece.start
-            parts.append(np.stack((starts, np.minimum(size, piece.stop - starts), reach), 1))
-        table = np.concatenate(parts)
+        lens = starts.diff()
+        counts = (lens + (size - 1)) // size
+        stops = counts.cumsum(0)
+        tile = torch.arange(num_rows // size + len(lens), device=starts.device)
+        piece = torch.searchsorted(stops, tile, right=True).clamp_(max=len(lens) - 1)
+        first = starts[piece] + (tile - (stops - counts)[piece]) * size
+        there = tile < stops[-1]
+        count = torch.where(there, (starts[1:][piece] - first).clamp(max=size), 0)
+        first = torch.where(there, first, 0)
         # Tiles that read the most keys start first, so that none of them is the last to run.
-        table = table[np.argsort(-table[:, 2], kind="stable")]
-        self.rows_T2 = upload(np.ascontiguousarray(table[:, :2]), torch.int32, device)
+        order = torch.where(there, batch.positions[first], -1).argsort(descending=True, stable=True)
+        self.rows_T2 = torch.stack((first, count), 1).index_select(0, order).int()
 
 
 class TileLaunch(NamedTuple):
@@ -119,12 +125,12 @@ class TileLaunch(NamedTuple):
     num_stages: int
 
 
-def tile_launch(longest: int, group: int, head_dim: int, dtype: torch.dtype) -> TileLaunch:
-    """Sizes for pieces of at most `longest` queries a KV head. Only a few different ones: each is compiled once."""
+def tile_launch(num_queries: int, group: int, head_dim: int, dtype: torch.dtype) -> TileLaunch:
+    """Sizes for a batch of `num_queries` queries a KV head. Only a few different ones: each is compiled once."""
     width = padded(head_dim, least=16)
     if dtype.itemsize > 2:  # true float32 products are done outside the matrix units: small tiles
         queries, block, warps, stages = 32, 32 if width * dtype.itemsize < 512 else 16, 8, 2
-    elif longest <= 32:
+    elif num_queries <= 32:
         queries, block, warps, stages = 32, 64, 4, 2
     elif width <= 128:
         queries, block, warps, stages = 128, 64, 8, 3
