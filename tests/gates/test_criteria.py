@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from looped.gates import (
 )
 from looped.gates.criteria import CRITERIA
 from looped.gates.registry import GATE_NAMES
+from tests.conftest import Ran
 from tests.gates.test_policies import LOOPS, drive
 from tests.models import micro_huginn, micro_ouro
 
@@ -205,3 +208,28 @@ def test_loop_steps_are_counted_in_whole_numbers(gate: Criterion) -> None:
             gate.check_threshold(bad)
     with pytest.raises(LoopedError, match="outside the range 1 to inf"):
         gate.check_threshold(0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "threshold", "complaint"),
+    [
+        ("argmax-stability", 2.5, "counts loop steps, so its threshold is whole; got 2.5"),
+        ("argmax-stability", 0, "outside the range 1 to inf"),
+        ("delayed-kl", -1, "outside the range 0 to inf of the kl gate"),
+        ("minp-kI", 0.1, "did you mean 'minp-kl'"),
+    ],
+)
+@pytest.mark.parametrize("words", [("generate", "Hi"), ("eval", "wordmath", "--limit", 1), ("bench", "offline")])
+def test_commands_refuse_bad_thresholds(
+    cli: Callable[..., Ran], words: tuple[object, ...], gate: str, threshold: float, complaint: str
+) -> None:
+    assert complaint in cli(*words, "--device", "cpu", "--gate", gate, "--threshold", threshold).refusal
+
+
+@pytest.mark.parametrize("gate", ["entropy-diff", "delayed-cosine"])
+def test_a_command_runs_them(cli: Callable[..., Ran], gate: str) -> None:
+    words = ("--gate", gate, "--threshold", 0.3, "--max-tokens", 6, "--ignore-eos", "--device", "cpu", "--json")
+    ran = cli("generate", "Q: 2+3?", *words)
+    assert ran.code == 0, ran.err
+    depths = json.loads(ran.out.splitlines()[-1])["depths"]
+    assert len(depths) == 6 and min(depths[1:]) < depths[0]

@@ -55,6 +55,7 @@ class ForcedGate(Gate):
     def __init__(self, inner: Gate, margin: float, max_depth: int, verdict: Verdict) -> None:
         self.inner, self.margin, self.max_depth, self.verdict = inner, margin, max_depth, verdict
         self.latency, self.uses_carry, self.min_depth = inner.latency, inner.uses_carry, inner.min_depth
+        self.needs_logits = inner.needs_logits
         self.depth = 0
 
     def _ask(self, decide: Any, params: Params, states: tuple[Any, ...], exits_at: int) -> tuple[Any, torch.Tensor]:

@@ -43,7 +43,7 @@ SEED, MAX_TOKENS = 5, 6
 WORK = tuple(prompts((24,))[0][:length] for length in (1, 2, 4, 9, 17, 21, 24))
 FAMILIES = ("small-ouro", "small-ouro", "small-huginn")
 LAYOUTS = ("ragged", "ragged", "last-exited", "shared", "first-shared", "modulo-2", "depth")
-GATES = ("none", "ouro", "convergence", "delay", "lookahead", "hybrid", "pre-loop", "replay", "fixed-1")
+GATES = ("none", "ouro", "convergence", "entropy-diff", "delay", "lookahead", "hybrid", "pre-loop", "replay", "fixed-1")
 TRAINED = ("ouro", "lookahead", "hybrid", "pre-loop")
 SCHEDULES = (None, None, PrefillSchedule(0.5), PrefillSchedule(0.3, cosine=True, protected=2))
 SAMPLING: tuple[dict[str, Any], ...] = (
