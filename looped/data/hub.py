@@ -136,4 +136,4 @@ class _MixtureReader(Reader):
         raise StopIteration
 
     def state(self) -> State:
-        return {"draws": self.draws, "ended": self.ended, "parts": [reader.state() for reader in self.readers]}
+        return {"draws": self.draws, "ended": list(self.ended), "parts": [reader.state() for reader in self.readers]}

@@ -23,6 +23,7 @@ State = dict[str, Any]
 Placed = tuple[Row, Any, str]
 """A row of a file, the place behind it, and words for where it is."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".md")
+_CARDS = ("dataset_info.json", "dataset_dict.json", "state.json")  # what `datasets` saves beside rows
 PIECE = 4_000
 """Characters at which a plain text file is cut, at the next blank line."""
 
@@ -229,7 +230,11 @@ def _in_folder(name: str, folder: Path, split: str | None) -> list[Path]:
             raise LoopedError(f"{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
         folder = folder / split
     saved = sorted(folder.glob("data-*.arrow"))
-    files = saved or sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = saved or sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in SUFFIXES and file.name not in _CARDS and file.is_file()
+    )
     if not files:
         raise LoopedError(f"the folder {folder} holds no file that ends in {', '.join(SUFFIXES)}")
     return files
