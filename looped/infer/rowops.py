@@ -26,9 +26,11 @@ IDLE, PRELUDE, CORE, CODA = range(4)
 
 
 class RowOps(NamedTuple):
-    """`begin`, `leave`, `enter`, `land`, `select` and `tally` as below, or as kernels."""
+    """The functions below, or kernels that do the same."""
 
     begin: Callable[[DeviceState, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    outcome: Callable[[DeviceState, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    fresh: Callable[[DeviceState, Tensor], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[DeviceState, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
     enter: Callable[[DeviceState, Tensor, Tensor, Tensor], None]
     land: Callable[[DeviceState, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +52,22 @@ def begin(state: DeviceState, planes: Tensor, at_N: Tensor) -> tuple[Tensor, Ten
     step), and h [N, D]. Padding runs step 1."""
     steps = torch.where(at_N > 0, state.step[at_N] + 1, 1)
     return state.position[at_N], steps, planes[steps], state.h[at_N]
+
+
+def outcome(state: DeviceState, at_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the coda needs of its rows: slots, positions, the depths that their tokens left at, and h [N, D]. Rows of
+    slots that stand in another queue become padding."""
+    at = torch.where(state.phase[at_N] == CODA, at_N, 0)
+    depth = state.step if state.depth is None else state.depth
+    h = state.h if state.exit_h is None else state.exit_h
+    return at, state.position[at], depth[at], h[at]
+
+
+def fresh(state: DeviceState, at_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the prelude needs of its rows: slots, positions and tokens [N]. Rows of slots that stand in another queue
+    become padding."""
+    at = torch.where(state.phase[at_N] == PRELUDE, at_N, 0)
+    return at, state.position[at], state.token[at]
 
 
 def leave(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from looped.infer.request import SamplingParams
 from looped.infer.transfer import upload
-from looped.sampling import Drawn, Lists, Seen, Table, draw, end_ids, greedy, knobs_of
+from looped.model import ops
+from looped.sampling import Drawn, Lists, Seen, Table, draw, end_ids, knobs_of
 from looped.sampling_options import FILTERED, FULL, GREEDY, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
 
 __all__ = ["Drawn", "Sampler"]
@@ -101,7 +102,7 @@ class Sampler:
         tokens are counted.
         """
         if level == GREEDY:
-            return greedy(logits_NV)
+            return Drawn(*ops.largest(logits_NV))
         floats, ints, *lists = self._rows
         knobs = knobs_of(floats[at_N], ints[at_N])
         there = Lists(*(rows[at_N] for rows in lists)) if level >= FILTERED else None

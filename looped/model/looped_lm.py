@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from looped import checks, rng
 from looped.config import ModelConfig
 from looped.errors import LoopedError
+from looped.model import ops
 from looped.model.attention import Attend, dense_causal
 from looped.model.layers import Block, RMSNorm, rotary, run_blocks
 from looped.model.tokenizer import Tokenizer
@@ -123,6 +124,10 @@ class LoopedLM(nn.Module):
 
         `rows` picks, after the layers, the rows of h [N, D] whose logits are wanted: a prompt's last tokens.
         """
+        return self.logits_of(self.coda_state(h, positions, attend, rows))
+
+    def coda_state(self, h: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """The coda up to its LM head: what `logits_of` makes logits of."""
         if self.config.injection:
             h = self.norm(h)
         if self.coda_blocks:
@@ -132,8 +137,15 @@ class LoopedLM(nn.Module):
             h = h[rows]
         if self.coda_blocks or not self.config.loop_norm:
             h = self.norm(h)
-        logits: Tensor = self.head(h)
-        return logits
+        return h
+
+    def logits_of(self, h: Tensor) -> Tensor:
+        """The LM head alone: [..., D] to logits [..., V]."""
+        return ops.head(h, self.head.weight)
+
+    def likeliest(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each row by `logits_of` h [N, D], and whether its logit is a finite number: [N]."""
+        return ops.head_largest(h, self.head.weight)
 
     def _final_norm(self, h: Tensor) -> Tensor:
         normed: Tensor = self.norm(h)

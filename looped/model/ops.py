@@ -212,6 +212,38 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+# The LM head.
+
+
+def head(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits [..., V] of x [..., D]."""
+    kernels = fused(x, weight)
+    if kernels is None:
+        return F.linear(x, weight)
+    logits: Tensor = kernels.head_logits(_rows(x), weight).view(*x.shape[:-1], -1)
+    return logits
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits [N, V] each row's largest, the first of equal ones, NaN before all: its id [N], and whether it is a
+    finite number."""
+    kernels = fused(logits)
+    if kernels is not None:
+        tokens, ok = kernels.largest_of(_rows(logits))
+        return tokens, ok
+    most, tokens = logits.max(-1)
+    return tokens, most.isfinite()
+
+
+def head_largest(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`largest` of `head`, of x [N, D]; kernels need not write the logits for it."""
+    kernels = fused(x, weight)
+    if kernels is None:
+        return largest(F.linear(x, weight))
+    tokens, ok = kernels.head_largest(_rows(x), weight)
+    return tokens, ok
+
+
 def _rows(x: Tensor) -> Tensor:
     """[N, D] with numbers of a row side by side."""
     rows = x.reshape(-1, x.shape[-1])

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from looped.model import ops
 from looped.model.kernels import all as kernels
-from looped.model.kernels import launch, matmul, products, stream
+from looped.model.kernels import head, launch, matmul, products, stream
+from looped.model.kernels.head import Head
 from looped.model.kernels.matmul import Tile
 from looped.model.kernels.stream import Stream
 from looped.model.layers import Block, rotary, run_blocks
@@ -91,6 +92,49 @@ def test_a_row_is_the_same_in_any_batch_of_its_bucket() -> None:
         for num_rows in (rows[0], rows[len(rows) // 2]):
             parts, gated = products.linear_parts(x[:num_rows], w), products.gated_linear(x[:num_rows], w)
             assert torch.equal(parts, whole[0][:, :num_rows]) and torch.equal(gated, whole[1][:num_rows])
+
+
+# Sizes of the head's launches: the defaults, one tile a program and many, tiles that end within a program's share.
+HEADS = [None, Head(64, 64, 2, 8), Head(64, 128, 3, 1), Head(128, 64, 4, 1, 8)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("inner", "vocab_size"), [(2048, 49152), (520, 1000), (64, 65), (1000, 40008)])
+def test_head(inner: int, vocab_size: int, dtype: torch.dtype) -> None:
+    w = draw(vocab_size, inner, dtype=dtype, seed=1) * inner**-0.5
+    w[vocab_size // 2 :] = w[: vocab_size - vocab_size // 2].clone()  # every logit of the first half occurs twice
+    for num_rows in (*ROWS, 65, 128, 200, 256):
+        x = draw(num_rows, inner, dtype=dtype, seed=num_rows)
+        serves(x, w)
+        wide, before = x.double() @ w.double().T, None
+        for sizes in HEADS:
+            poison()
+            logits = head.head_logits(x, w, sizes)
+            assert distance(logits, wide) < MARGIN
+            tokens, ok = head.head_largest(x, w, sizes)
+            assert bool(ok.all()) and torch.equal(tokens, logits.float().max(-1).indices)
+            assert before is None or torch.equal(logits, before), "the launch's sizes make no difference"
+            before = logits
+
+
+@pytest.mark.parametrize("num_rows", [3, 64, 100])
+def test_likeliest_token_of_rows_that_are_not_finite(num_rows: int) -> None:
+    w, x = draw(49152, 2048, seed=1) / 45, draw(num_rows, 2048)
+    x[1, 7] = float("nan")
+    w[40000] = 0.0
+    x[2] = 0.0  # all logits are equal
+    with torch.inference_mode():
+        tokens, ok = ops.head_largest(x, w)
+        most, expected = ops.head(x, w).float().max(-1)
+    assert torch.equal(tokens, expected) and int(tokens[2]) == 0
+    assert torch.equal(ok, most.isfinite()) and ok.tolist() == [row != 1 for row in range(num_rows)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 65, 256])
+def test_largest_of_logits(num_rows: int) -> None:
+    logits = (draw(num_rows, 49152) * 8).round() / 8
+    tokens, ok = kernels.largest_of(logits)
+    assert torch.equal(tokens, logits.float().max(-1).indices) and bool(ok.all())
 
 
 def test_angles_of_long_contexts() -> None:

@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TICK = torch.tensor([77], device=DEVICE)
 
 
-def make_state(num_slots: int, width: int = 20) -> SimpleNamespace:
+def make_state(num_slots: int, width: int = 20, dense: bool = False) -> SimpleNamespace:
     """Slots in all phases; slot 0 idle."""
     torch.manual_seed(num_slots)
 
@@ -42,6 +42,8 @@ def make_state(num_slots: int, width: int = 20) -> SimpleNamespace:
         max_depth=ints(5, 1),
         ahead=ints(2).bool(),
         h=torch.randn(num_slots, width, device=DEVICE),
+        exit_h=torch.randn(num_slots, width, device=DEVICE) if dense else None,
+        depth=ints(5, 1) if dense else None,
     )
     for name in ("token", "position", "step", "index", "phase", "since"):
         getattr(state, name)[0] = 0
@@ -83,12 +85,25 @@ def test_a_core_step(num_slots: int, num_rows: int, gate: str) -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "num_rows"), SIZES)
-def test_new_tokens(num_slots: int, num_rows: int) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_of_a_queue(num_slots: int, num_rows: int, dense: bool) -> None:
+    state, at = make_state(num_slots, dense=dense), batch(num_slots, num_rows)
+    for name in ("outcome", "fresh"):
+        mine, theirs = getattr(rowops, name)(state, at), getattr(kernels, name)(state, at)
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other)
+        phase = rowops.CODA if name == "outcome" else rowops.PRELUDE
+        assert mine[0].tolist() == [slot if int(state.phase[slot]) == phase else 0 for slot in at.tolist()]
+
+
+@pytest.mark.parametrize(("num_slots", "num_rows"), SIZES)
+@pytest.mark.parametrize("num_ends", [1, 3, 66])
+def test_new_tokens(num_slots: int, num_rows: int, num_ends: int) -> None:
     state = make_state(num_slots)
     other, at = copy.deepcopy(state), batch(num_slots, num_rows)
     tokens, depths = (torch.randint(0, 6, (num_rows,), device=DEVICE) for _ in range(2))
     ok = torch.rand(num_rows, device=DEVICE) < 0.9
-    ends = torch.randint(-1, 6, (num_slots, 3), device=DEVICE)
+    ends = torch.randint(-1, 6, (num_slots, num_ends), device=DEVICE)
     min_tokens = torch.randint(0, 9, (num_slots, 4), device=DEVICE)[:, -1]
     args = (TICK, at, tokens, ok, state.position[at], depths, ends, min_tokens)
     assert torch.equal(rowops.land(state, *args), kernels.land(other, *args))  # type: ignore[arg-type]

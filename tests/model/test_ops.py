@@ -75,6 +75,29 @@ def test_products_of_rows_apart(dtype: torch.dtype) -> None:
         close(gated_linear(x, w), ops.gated(x, w), dtype)
 
 
+def logits_of_all_kinds(vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """Ties, zeros of both signs, infinities, and NaN of both signs."""
+    x = (draw(10, vocab_size, dtype=dtype) * 4).round() / 4
+    inf, nan = float("inf"), float("nan")
+    x[1, 5], x[1, 60], x[2, 3], x[3], x[4] = nan, nan, inf, -inf, -x[4].abs() - 1
+    x[5], x[6], x[6, 44], x[7, 2] = -0.0, -inf, -3.0, -torch.tensor(nan, dtype=dtype)
+    x[5, 9] = 0.0
+    x[8, 7], x[8, 50] = x[8].max() + 1, x[8].max() + 1
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("vocab_size", "chunk"), [(61, 8192), (1000, 64), (1024, 256), (1030, 8192)])
+def test_largest(vocab_size: int, chunk: int, dtype: torch.dtype) -> None:
+    logits = logits_of_all_kinds(vocab_size, dtype)
+    most, expected = logits.float().max(-1)
+    for rows in (logits, torch.cat((logits, logits), 1)[:, :vocab_size]):
+        tokens, ok = kernels.largest_of(rows, chunk)
+        assert torch.equal(tokens, expected) and torch.equal(ok, most.isfinite())
+    tokens, ok = ops.largest(logits.float())
+    assert torch.equal(tokens, expected) and torch.equal(ok, most.isfinite())
+
+
 def test_a_row_is_the_same_in_any_batch_of_its_bucket() -> None:
     w = draw(96, 128, dtype=torch.float32, seed=1)
     x = draw(16, 128, dtype=torch.float32)

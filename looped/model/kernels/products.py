@@ -3,17 +3,21 @@
 # N rows, D inner width, F outer width, S splits
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from looped.model.kernels import matmul
+from looped.model.kernels.largest import largest_of
 
 try:  # Gluon, the part of Triton in which `stream` is written, may move
-    from looped.model.kernels import stream
+    from looped.model.kernels import head, stream
 except ImportError:
-    stream = None  # type: ignore[assignment]
+    head = stream = None  # type: ignore[assignment]
 
 # Rows up to which these kernels are the faster ones.
 MAX_ROWS = 64
+# The same of the LM head, which only Hopper's kernels take; they serve up to 256.
+MAX_HEAD_ROWS = 64
 # Without Hopper's kernels, numbers of a weight up to which they are: larger ones the library reads faster.
 MAX_WEIGHT = 25_000_000
 
@@ -37,6 +41,21 @@ def gated_linear(x_ND: Tensor, w_2FD: Tensor) -> Tensor:
     if stream is not None and stream.streams(x_ND, w_2FD):
         return stream.stream_gated(x_ND, w_2FD)
     return matmul.gated_linear(x_ND, w_2FD)
+
+
+def head_logits(x_ND: Tensor, w_VD: Tensor) -> Tensor:
+    """The LM head: x @ w.T [N, V]."""
+    return head.head_logits(x_ND, w_VD) if _heads(x_ND, w_VD) else F.linear(x_ND, w_VD)
+
+
+def head_largest(x_ND: Tensor, w_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """The first largest logit of each row [N], and whether it is finite."""
+    return head.head_largest(x_ND, w_VD) if _heads(x_ND, w_VD) else largest_of(F.linear(x_ND, w_VD))
+
+
+def _heads(x_ND: Tensor, w_VD: Tensor) -> bool:
+    few = len(x_ND) <= MAX_HEAD_ROWS and w_VD.is_contiguous()
+    return few and stream is not None and stream.streams(x_ND, w_VD)
 
 
 def describe(device: torch.device) -> str:
