@@ -22,12 +22,13 @@ from looped.gates import Entry
 from looped.infer.backends import Backend, DecodeBatch
 from looped.infer.graphs import Graphs
 from looped.infer.pages import KVMemory, Pool
-from looped.infer.rowops import CODA, CORE, IDLE, PRELUDE, row_ops
+from looped.infer.rowops import CODA, CORE, IDLE, row_ops
 from looped.infer.sampler import Drawn, Sampler
 from looped.infer.state import DeviceState
 from looped.infer.transfer import upload
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
+from looped.sampling_options import GREEDY
 
 if TYPE_CHECKING:
     from looped.infer.prompts import Riders
@@ -127,12 +128,12 @@ class Stages:
     # Stages, as functions of the slots of their rows.
 
     def prelude(self, at: Tensor) -> Tensor | None:
-        """Take the last tokens into the loop: embedding, the layers before the core, the gate's state. Returns who
-        is known to leave after the first loop step: bool [N], or None where nobody can."""
+        """Take the last tokens of the rows that wait for it into the loop: embedding, the layers before the core, the
+        gate's state. Returns who is known to leave after the first loop step: bool [N], or None where nobody can."""
         state, model = self.state, self.model
-        positions = state.position[at]
+        at, positions, tokens = self.ops.fresh(state, at)
         noise = model.init_state(state.seed[at], positions)
-        h, injection = model.prelude(state.token[at], positions, self._outer_attend(at, positions), noise)
+        h, injection = model.prelude(tokens, positions, self._outer_attend(at, positions), noise)
         self.ops.enter(state, self.tick, at, h)
         if state.injection is not None and injection is not None:
             state.injection[at] = injection
@@ -197,27 +198,27 @@ class Stages:
         return (step >= self.max_loops) & leaving
 
     def coda(self, at: Tensor, level: int) -> Sampled:
-        """The layers after the core, the head, and the next token of every row."""
-        state = self.state
-        h = (state.h if state.exit_h is None else state.exit_h)[at]
-        depths = (state.step if state.depth is None else state.depth)[at]
-        positions = state.position[at]
-        logits = self.model.coda(h, positions, self._outer_attend(at, positions))
-        return self.sample(at, h, logits, positions, depths, level)
+        """The layers after the core, the head, and the next token of every row that waits for it."""
+        model = self.model
+        at, positions, depths, h = self.ops.outcome(self.state, at)
+        end = model.coda_state(h, positions, self._outer_attend(at, positions))
+        if level == GREEDY and not (self.gate is not None and self.gate.uses_carry):
+            return self._put(at, Drawn(*model.likeliest(end)), positions, depths)
+        return self.sample(at, h, model.logits_of(end), positions, depths, level)
 
     def fused(self, at: Tensor, level: int) -> Sampled:
         """A core step whose exits run the coda and the next token's prelude at once."""
         return self.land(self.exits(at), level)
 
     def exits(self, at: Tensor) -> Tensor:
-        """A core step; the slots of the rows that leave with it, the others as padding [N]."""
-        leaving, _ = self.core(at)
-        return torch.where(leaving, at, 0)
+        """A core step; its slots, of which those that left now wait for the coda [N]."""
+        self.core(at)
+        return at
 
-    def land(self, out: Tensor, level: int) -> Sampled:
-        """Coda and next prelude of rows that left."""
-        sampled = self.coda(out, level)
-        self.prelude(torch.where(self.state.phase[out] == PRELUDE, out, 0))
+    def land(self, at: Tensor, level: int) -> Sampled:
+        """Coda and next prelude of the rows that left with a core step; the others run as padding."""
+        sampled = self.coda(at, level)
+        self.prelude(at)
         return sampled
 
     def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
@@ -226,8 +227,12 @@ class Stages:
         drawn: Drawn = self.sampler(logits, at, positions, state.index[at], level)
         if self.gate is not None and self.gate.uses_carry:
             state.put_carry(at, self.gate.finish(self.model.readout(h), logits, drawn.tokens, depths))
+        return self._put(at, drawn, positions, depths)
+
+    def _put(self, at: Tensor, drawn: Drawn, positions: Tensor, depths: Tensor) -> Sampled:
+        """Put new tokens into their rows, which go on to the prelude or end."""
         ends = self.sampler.end_ids, self.sampler.min_tokens
-        rows = self.ops.land(state, self.tick, at, drawn.tokens, drawn.ok, positions, depths, *ends)
+        rows = self.ops.land(self.state, self.tick, at, drawn.tokens, drawn.ok, positions, depths, *ends)
         return Sampled(rows, drawn.logprob, drawn.top_ids, drawn.top_logprobs)
 
     def _outer_attend(self, at: Tensor, positions: Tensor) -> Attend:

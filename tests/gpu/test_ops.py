@@ -94,27 +94,40 @@ def test_a_row_is_the_same_in_any_batch_of_its_bucket() -> None:
             assert torch.equal(parts, whole[0][:, :num_rows]) and torch.equal(gated, whole[1][:num_rows])
 
 
-# Sizes of the head's launches: the defaults, one tile a program and many, tiles that end within a program's share.
-HEADS = [None, Head(64, 64, 2, 8), Head(64, 128, 3, 1), Head(128, 64, 4, 1, 8)]
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("inner", "vocab_size"), [(2048, 49152), (520, 1000), (64, 65), (1000, 40008)])
-def test_head(inner: int, vocab_size: int, dtype: torch.dtype) -> None:
+def check_head(num_rows: int, inner: int, vocab_size: int, dtype: torch.dtype, *sizes: Head | None) -> None:
     w = draw(vocab_size, inner, dtype=dtype, seed=1) * inner**-0.5
     w[vocab_size // 2 :] = w[: vocab_size - vocab_size // 2].clone()  # every logit of the first half occurs twice
-    for num_rows in (*ROWS, 65, 128, 200, 256):
-        x = draw(num_rows, inner, dtype=dtype, seed=num_rows)
-        serves(x, w)
-        wide, before = x.double() @ w.double().T, None
-        for sizes in HEADS:
-            poison()
-            logits = head.head_logits(x, w, sizes)
-            assert distance(logits, wide) < MARGIN
-            tokens, ok = head.head_largest(x, w, sizes)
-            assert bool(ok.all()) and torch.equal(tokens, logits.float().max(-1).indices)
-            assert before is None or torch.equal(logits, before), "the launch's sizes make no difference"
-            before = logits
+    x = draw(num_rows, inner, dtype=dtype, seed=num_rows)
+    serves(x, w)
+    wide, before = x.double() @ w.double().T, None
+    for each in sizes:
+        poison()
+        logits = head.head_logits(x, w, each)
+        assert distance(logits, wide) < MARGIN
+        tokens, ok = head.head_largest(x, w, each)
+        assert bool(ok.all()) and torch.equal(tokens, logits.float().max(-1).indices)
+        assert before is None or torch.equal(logits, before), "the sizes of a launch change nothing"
+        before = logits
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 200, 256])
+def test_head(num_rows: int) -> None:
+    check_head(num_rows, 2048, 49152, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "vocab_size", "dtype"),
+    [(33, 520, 1000, torch.float16), (5, 64, 65, torch.bfloat16), (64, 1000, 40008, torch.float16)],
+)
+def test_head_of_any_size(num_rows: int, inner: int, vocab_size: int, dtype: torch.dtype) -> None:
+    check_head(num_rows, inner, vocab_size, dtype, None)
+
+
+@pytest.mark.parametrize("num_rows", [3, 50])
+def test_head_by_other_launches(num_rows: int) -> None:
+    """One tile a program and many, and last tiles that lie behind the vocabulary."""
+    sizes = (Head(64, 64, 2, 8), Head(128, 128, 3, 1), Head(128, 64, 4, 1, 8))
+    check_head(num_rows, 520, 20008, torch.bfloat16, *sizes)
 
 
 @pytest.mark.parametrize("num_rows", [3, 64, 100])
