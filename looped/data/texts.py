@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from looped.data import tokenizer as shipped
 from looped.data.build import MANIFEST
-from looped.data.sources import find_files, is_hub_name, read_texts
+from looped.data.rows import find_files
+from looped.data.sources import read_texts
 from looped.errors import LoopedError
 from looped.files import read_object, write_text
 
@@ -42,8 +43,6 @@ class TextConfig:
     seq_len: int
     tokenizer: str = SHIPPED_TOKENIZER
     column: str = "text"
-    subset: str | None = None
-    split: str = "train"
 
 
 class Words(NamedTuple):
@@ -88,7 +87,7 @@ def _tokenizer_folder(name: str) -> Path:
         if not (path / "tokenizer.json").is_file():
             raise LoopedError(f"{path} holds no tokenizer.json")
         return path
-    if path.exists() or not is_hub_name(name):
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise LoopedError(f"there is no tokenizer folder {name}; give one, a hub name, or {SHIPPED_TOKENIZER!r}")
     from huggingface_hub import snapshot_download
 
@@ -118,9 +117,7 @@ def build_texts(config: TextConfig, words: Words, advance: Callable[[int], None]
     width = config.seq_len + 1
     limits = [-(-config.tokens // width), -(-config.held_out // width)]
     writers = [_Writer(folder, width, kind, limit) for folder, limit in zip(folders, limits, strict=True)]
-    documents = itertools.chain.from_iterable(
-        read_texts(source, config.column, config.subset, config.split) for source in config.sources
-    )
+    documents = itertools.chain.from_iterable(read_texts(source, config.column) for source in config.sources)
     for ids in _encoded(documents, words):
         writer = writers[0] if writers[1].full else writers[1]
         written = writer.add(ids)
@@ -183,12 +180,7 @@ class _Writer:
 
 def _identity(config: TextConfig, words: Words) -> str:
     """Hash of everything the result depends on: of local files their names and sizes, of a hub data set its name."""
-    files = [
-        [path.name, path.stat().st_size]
-        for source in config.sources
-        if Path(source).expanduser().exists() or not is_hub_name(source)
-        for path in find_files(source)
-    ]
+    files = [[path.name, path.stat().st_size] for source in config.sources for path in find_files(source) or ()]
     same = {key: value for key, value in asdict(config).items() if key not in ("folder", "sources", "tokenizer")}
     names = [Path(source).name if Path(source).exists() else source for source in config.sources]
     vocabulary = sha256((words.folder / "tokenizer.json").read_bytes()).hexdigest()

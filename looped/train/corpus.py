@@ -84,8 +84,6 @@ def _pack(data: Data, words: Words) -> list[Path]:
         seq_len=data.window,
         tokenizer=data.tokenizer,
         column=data.column,
-        subset=data.subset,
-        split=data.split,
     )
     width = data.window + 1
     bar = progress(-(-data.tokens // width) + -(-data.held_out // width), "data")

@@ -30,8 +30,9 @@ def held_out_loss(model: LoopedLM, windows: Windows, num_windows: int, autocast:
     try:
         # without gradients blocks would be compiled once more, for a few seconds of use
         with autocast, torch.compiler.set_stance("force_eager"):
-            for part in (chosen if len(chosen) else torch.zeros(1, dtype=torch.long)).split(_ROWS):
-                losses = _losses(model, windows.rows(part))
+            indices = chosen if len(chosen) else torch.zeros(1, dtype=torch.long)
+            for start in range(0, len(indices), _ROWS):
+                losses = _losses(model, windows.rows(indices[start : start + _ROWS]))
                 sums += weight * torch.tensor([float(losses.sum()), losses.numel()], dtype=torch.float64)
     finally:
         model.train(training)

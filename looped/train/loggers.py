@@ -66,16 +66,16 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, step: int, figures: dict[str, float]) -> None:
         with full_disk(self.folder, "the curves could not go on"):
             for name, value in figures.items():
                 if name != "step":
-                    self.writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                    self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()
 
 
 class WeightsAndBiases:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from looped.config import ModelConfig
-from looped.data.sources import find_files, is_hub_name, read_texts
+from looped.data.rows import find_files
+from looped.data.sources import is_local, read_texts
 from looped.data.texts import find_words
 from looped.errors import LoopedError
 from looped.files import check_folder
@@ -137,7 +137,7 @@ def check_data(options: Options) -> tuple[int, list[str]]:
     try:
         vocab = find_words(data.tokenizer).vocab_size
     except LoopedError as error:
-        if options.model.vocab is None or not is_hub_name(data.tokenizer):
+        if options.model.vocab is None or data.tokenizer.count("/") != 1:
             raise
         vocab = 1
         notes.append(f"tokenizer not checked: {error}")
@@ -145,11 +145,11 @@ def check_data(options: Options) -> tuple[int, list[str]]:
         if source == EMBEDDED:
             notes.append("data: generated on this machine when the run starts")
             continue
-        hub = is_hub_name(source) and not Path(source).expanduser().exists()
+        hub = not is_local(source)
         try:
             if hub:
                 _ask_hub(source)
-            first = next(itertools.islice(read_texts(source, data.column, data.subset, data.split), 1), None)
+            first = next(itertools.islice(read_texts(source, data.column), 1), None)
         except LoopedError as error:
             if not hub:
                 raise
@@ -157,7 +157,7 @@ def check_data(options: Options) -> tuple[int, list[str]]:
             continue
         if first is None:
             raise LoopedError(f"{source} holds no document; give another data.source")
-        size = "" if hub else f", {sum(path.stat().st_size for path in find_files(source)) / 1e9:.2f} GB"
+        size = "" if hub else f", {sum(path.stat().st_size for path in find_files(source) or ()) / 1e9:.2f} GB"
         notes.append(f"data: {source} can be read{size}; it begins {first[:40]!r}")
     if data.folder is None:
         notes.append("data.folder is missing: the run will need it")
@@ -171,7 +171,7 @@ def _ask_hub(name: str) -> None:
     from huggingface_hub import HfApi
 
     try:
-        HfApi().dataset_info(name, timeout=10)
+        HfApi().dataset_info(name.split(":")[0], timeout=10)
     except Exception as error:  # the hub's many exception types mean one thing here
         raise LoopedError(f"the hub does not give {name} from here ({type(error).__name__})") from error
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
+from looped.kv import get_layout
 from looped.options import option
 
 
@@ -30,8 +31,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Init:
-    """Scales of the initial weights."""
+    """Where the weights come from: a checkpoint, or random ones of these scales."""
 
+    checkpoint: str | None = option(
+        None,
+        "model to go on from (name, hub id or folder): its weights, shape and tokenizer; the model part of the recipe "
+        "is then what --dry-run reckons with where the checkpoint is out of reach",
+    )
     embed_std: float = option(0.02, "token embedding")
     linear_std: float = option(0.02, "all matrices but the head")
     head_std: float = option(0.02, "LM head, where it is not tied")
@@ -39,35 +45,78 @@ class Init:
     gate_bias: float = option(-1.1, "bias of the exit gate, whose weight starts at zero")
 
 
+Sampling = Literal["fixed", "uniform", "lognormal-poisson"]
+
+
 @dataclass(frozen=True)
-class Objective:
+class LayoutAware:
+    """Steps trained on the K/V that tokens leave under a KV layout; what the two families' objectives share."""
+
+    kv_prompt: float = option(
+        0.0, "in those steps a prompt, run in parallel at full depth, takes up to this share of each window"
+    )
+    kv_passes: int = option(
+        1, "forwards that find what tokens leave where planes are overwritten; as many as tokens would be exact"
+    )
+    kv_gradient: bool = option(
+        True, "where planes are overwritten, gradients also reach what earlier tokens wrote, at the cost of a forward"
+    )
+
+
+@dataclass(frozen=True)
+class Objective(LayoutAware):
     """The loss of a fully looped model with an exit gate (Ouro)."""
 
     prior: Literal["poisson", "geometric", "uniform"] = option("poisson", "wanted distribution of exit depths")
+    prior_rate: float | None = option(
+        None, "poisson's rate (2.1 when left out), or the chance by which geometric stops at every depth (0.3)"
+    )
     kl: Literal["global", "local"] = option("global", "hold the prior on the batch mean, or on every token")
     kl_tokens: Literal["all", "groups"] = option(
         "all", "tokens the mean runs over: all of them, or answers and the rest as two means that both meet the prior"
     )
     question_weight: float = option(1.0, "loss weight of tokens outside answers")
     beta: float = option(0.1, "final weight of the KL to the prior")
-    beta_schedule: Literal["flat", "paper"] = option("flat", "constant after 2 % of the run, or the paper's slow rise")
+    beta_schedule: Literal["flat", "cosine", "paper"] = option(
+        "flat", "constant after 2 % of the run, one cosine over beta-ramp, or the paper's slow rise in three parts"
+    )
+    beta_ramp: tuple[float, float] = option((0.0, 0.25), "parts of the run between which cosine raises beta from 0")
+    beta_pause: bool = option(False, "no KL in steps whose batch says that depth is not being used (the guards)")
     floor: float = option(0.05, "share of the loss weights spread over all depths")
     depth_cost: float = option(0.0, "cost per expected loop, to break ties towards shallow exits")
-    ragged_from: float = option(0.5, "part of the run after which every second step is ragged; 1 turns it off")
+    depth_budget: float | None = option(None, "mean depth above which every expected loop costs budget-cost")
+    budget_cost: float = option(1.0, "nats for a loop of mean depth above depth-budget")
+    sampling: Sampling = option("fixed", "loops of a dense step: R, or drawn for each micro-batch; the last one exits")
+    mean: float = option(3.0, "mean number of loops of lognormal-poisson before cutting to 1..R")
+    sigma: float = option(0.5, "spread of its log-normal part")
+    backprop: int = option(0, "loops of a dense step that get gradients, counted from the last; 0 means all")
+    kv: str = option("ragged", "KV layout the model learns to live with: ragged, shared, first-shared, modulo-2, ...")
+    aware: Literal["alternate", "counterfactual", "reinforce"] = option(
+        "alternate",
+        "how: a loss at sampled exits, every depth of every token against committed exits, or credit for what an exit "
+        "does to later tokens",
+    )
+    ragged_from: float = option(0.5, "part of the run after which steps under that layout begin; 1 turns them off")
+    kv_share: float = option(0.5, "share of the steps from there on that are under that layout (reinforce: all)")
+    commit_threshold: float = option(0.5, "threshold of the exits that counterfactual commits")
+    trajectories: int = option(1, "K, sampled exits of a batch in a step of reinforce")
+    ragged_weight: float = option(1.0, "weight of the loss at sampled exits beside the dense one in reinforce")
+    score_weight: float = option(0.01, "weight of the score term in reinforce")
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class Recurrence(LayoutAware):
     """How many loop steps a training step of a prelude-core-coda model (Huginn) runs."""
 
-    sampling: Literal["uniform", "lognormal-poisson", "fixed"] = option("lognormal-poisson", "distribution of steps")
+    sampling: Sampling = option("lognormal-poisson", "distribution of steps")
     mean: float = option(5.0, "mean number of steps before cutting to 1..R")
     sigma: float = option(0.5, "spread of the log-normal part")
     backprop: int = option(0, "steps that get gradients, counted from the last; 0 means all")
     question_weight: float = option(1.0, "loss weight of tokens outside answers")
     shallow_weight: float = option(0.0, "weight of a second loss, at a smaller number of steps of the same forward")
-    kv_shared_fraction: float = option(0.0, "share of steps trained on the last-written K/V of earlier tokens")
-    kv_shared_from: float = option(0.5, "part of the run after which those steps begin")
+    kv: str = option("shared", "KV layout the model learns to live with; tokens leave in the later half of the steps")
+    kv_share: float = option(0.0, "share of steps trained under that layout")
+    kv_from: float = option(0.5, "part of the run after which those steps begin")
 
 
 @dataclass(frozen=True)
@@ -98,12 +147,11 @@ class Data:
 
     folder: Path | None = option(None, "folder of prepared windows; made there first when it holds none")
     source: tuple[str, ...] = option(
-        (EMBEDDED,), "`embedded` generates problems; else files and folders (txt, md, jsonl, parquet) or hub data sets"
+        (EMBEDDED,),
+        "`embedded` generates problems; else files, folders or hub data sets, owner/name[:configuration][:split]",
     )
     tokenizer: str = option(EMBEDDED, "tokenizer of texts: a folder, a hub name, or the one shipped")
     column: str = option("text", "column of the rows that holds the text")
-    subset: str | None = option(None, "configuration of a hub data set")
-    split: str = option("train", "split of a hub data set")
     tokens: int = option(300_000_000, "tokens to generate, or to take from the texts at most")
     held_out: int = option(1_000_000, "tokens of the texts' beginning that are scored on and never trained on")
     window: int = option(1536, "tokens a window predicts")
@@ -160,17 +208,20 @@ class Options:
 _COUNTS = (
     *("model.width", "model.ffn", "model.heads", "model.loops", "optim.rows", "optim.accumulate", "optim.tokens"),
     *("data.tokens", "data.held_out", "data.window", "log_every", "max_steps", "model.vocab", "devices", "nodes"),
-    *("checkpoint_steps", "keep"),
+    *("checkpoint_steps", "keep", "objective.trajectories", "objective.kv_passes", "recurrence.kv_passes"),
 )
 _NOT_NEGATIVE = (
     *("data.workers", "recurrence.backprop", "eval_rows", "accuracy_problems", "optim.lr", "optim.weight_decay"),
     *("optim.clip", "objective.beta", "objective.question_weight", "recurrence.question_weight", "reserve"),
     *("recurrence.mean", "recurrence.sigma", "recurrence.shallow_weight", "checkpoint_seconds", "max_seconds"),
     *("init.embed_std", "init.linear_std", "init.head_std", "optim.total_seconds", "check_rows"),
+    *("objective.depth_cost", "objective.depth_budget", "objective.budget_cost", "objective.prior_rate"),
+    *("objective.mean", "objective.sigma", "objective.backprop", "objective.ragged_weight", "objective.score_weight"),
 )
 _SHARES = (
     *("optim.min_lr", "optim.warmup", "optim.decay_from", "mfu", "objective.floor", "objective.ragged_from"),
-    *("recurrence.kv_shared_fraction", "recurrence.kv_shared_from"),
+    *("recurrence.kv_share", "recurrence.kv_from", "objective.kv_share", "objective.commit_threshold"),
+    *("objective.kv_prompt", "recurrence.kv_prompt"),
 )
 
 
@@ -192,12 +243,28 @@ def check(options: Options) -> None:
         raise LoopedError(
             f"optim.rows {options.optim.rows} (windows in a micro-batch) cannot be dealt to {world} devices evenly"
         )
+    _check_objectives(options)
     if options.strategy != "auto" and world == 1:
         raise LoopedError(f"--strategy {options.strategy} needs several devices: give --devices or --nodes")
     if EMBEDDED in options.data.source and (len(options.data.source) > 1 or options.data.tokenizer != EMBEDDED):
         raise LoopedError("data.source embedded stands alone, and goes with the tokenizer embedded")
     if not options.data.source:
         raise LoopedError("data.source is empty: give embedded, files, folders or hub data sets")
+
+
+def _check_objectives(options: Options) -> None:
+    """Refuse a prior, a rise of beta or a KV layout that there is not."""
+    objective = options.objective
+    rate, (begin, end) = objective.prior_rate, objective.beta_ramp
+    if rate is not None and not (0 < rate < 1 if objective.prior == "geometric" else rate > 0):
+        wanted = "between 0 and 1" if objective.prior == "geometric" else "above 0"
+        raise LoopedError(f"--objective.prior-rate of a {objective.prior} prior must be {wanted}, got {rate}")
+    if not 0 <= begin < end <= 1:
+        raise LoopedError(f"--objective.beta-ramp must be two rising parts of the run within 0..1, got {begin},{end}")
+    if objective.depth_budget is not None and objective.depth_budget < 1:
+        raise LoopedError(f"--objective.depth-budget must be at least 1 loop, got {objective.depth_budget}")
+    for layout in (objective.kv, options.recurrence.kv):
+        get_layout(layout)
 
 
 def model_config(

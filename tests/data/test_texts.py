@@ -102,7 +102,7 @@ def test_what_cannot_be_packed_is_refused(
 
 
 def test_sources_and_tokenizers_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoopedError, match="no file or folder"):
+    with pytest.raises(LoopedError, match="no data file"):
         list(read_texts(str(tmp_path / "nowhere.jsonl"), "text"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(LoopedError, match="holds no file that ends in"):
