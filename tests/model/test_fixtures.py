@@ -175,16 +175,15 @@ ADAPTIVE = {
 }
 
 
-@pytest.mark.parametrize("layout", ["last-exited", "ragged"])
 @pytest.mark.parametrize(("criterion", "threshold"), [(name, q) for name, qs in ADAPTIVE.items() for q in qs])
-def test_huginn_adaptive(huginn: Golden, criterion: str, threshold: str, layout: str) -> None:
+def test_huginn_adaptive(huginn: Golden, criterion: str, threshold: str) -> None:
     """Every adaptive run under a look-up that is a layout of ours. There the prompt leaves too, as one block."""
     model, golden = huginn
     wanted = golden["adaptive"][f"{criterion}|{threshold}|latest-m4"]
     made = generate(
         model,
         golden["input_ids"][0],
-        layout=layout,
+        layout="last-exited",
         gate="convergence" if criterion == "latent-diff" else criterion,
         threshold=float(threshold),
         min_depth=1,
