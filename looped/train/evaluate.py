@@ -5,26 +5,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from looped.kv import KVLayout, get_layout
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
 from looped.train import exits
-from looped.train.kept import BestAvailable, LastPlane
+from looped.train.figures import correlation, interpolated, relative_change
 from looped.train.losses import chunked_loss, logits_loss
-from looped.train.objective import (
-    correlation,
-    gate_hazard,
-    initial_state,
-    interpolated,
-    ragged_readout,
-    record_last_plane,
-    relative_change,
-)
+from looped.train.rollout import Setting, initial_state, never, roll
 from looped.train.windows import Batch, Windows
 
 HAZARD_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
@@ -49,7 +42,7 @@ class ExitScore(NamedTuple):
     gain_correlation: float
     """Correlation of exit depth with CE_1 - CE_R."""
     ragged_ce: float | None = None
-    """The same exits decided while later tokens see K/V of depth min(r, e) only."""
+    """The same exits decided while later tokens see what earlier ones left under the model's own layout."""
     ragged_depth: float | None = None
 
 
@@ -59,8 +52,9 @@ class Scores(NamedTuple):
     windows: int
     tokens: dict[str, int]
     ce: dict[str, tuple[float, ...]]
-    last_plane_ce: dict[str, tuple[float, ...]] | None
-    """CE where earlier tokens offer the K/V of the depth scored only (`shared`)."""
+    layout_ce: dict[str, tuple[float, ...]] | None
+    """CE at fixed depths under the model's own layout, where that overwrites planes: what earlier tokens leave is taken
+    from a dense forward."""
     mean_pi: tuple[float, ...] | None
     entropy: float | None
     relative_change: tuple[float, ...]
@@ -86,15 +80,15 @@ def evaluate(model: LoopedLM, windows: Windows, num_windows: int, rows: int = 16
     ]
     parts = [_tables(model, batch) for batch in chosen]
     tables = _joined(parts)
-    last = None
-    if model.config.injection:
-        last = _curves(torch.cat([_last_plane_losses(model, batch) for batch in chosen]), tables.groups)
+    own, layout = None, get_layout(model.config.default_layout)
+    if layout.cut_sensitive:
+        own = _curves(torch.cat([_layout_losses(model, batch, layout) for batch in chosen]), tables.groups)
     pi = tables.pi
     return Scores(
         windows=sum(len(batch.inputs) for batch in chosen),
         tokens={name: int(mask.sum()) for name, mask in tables.groups.items()},
         ce=_curves(tables.losses, tables.groups),
-        last_plane_ce=last,
+        layout_ce=own,
         mean_pi=None if pi is None else tuple(pi.mean(0).tolist()),
         entropy=None if pi is None else float(exits.entropy(pi).mean()),
         relative_change=tuple(tables.change.mean(0).tolist()),
@@ -111,7 +105,7 @@ def _tables(model: LoopedLM, batch: Batch) -> _Tables:
         return _Tables(losses, None, change, flat)
     readouts = model.states(batch.inputs)
     losses = torch.stack([_head_losses(model, z, batch) for z in readouts], -1)
-    pi = exits.exit_distribution(torch.cat([gate_hazard(model, z) for z in readouts], -1)).flatten(0, 1)
+    pi = exits.exit_distribution(torch.cat([exits.gate_hazard(model, z) for z in readouts], -1)).flatten(0, 1)
     changes = [torch.ones_like(losses[:, 0])]
     changes += [relative_change(after, before).flatten().cpu() for before, after in itertools.pairwise(readouts)]
     return _Tables(losses, pi.cpu(), torch.stack(changes, -1), flat)
@@ -143,17 +137,12 @@ def _recurrent_losses(model: LoopedLM, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.stack(losses, -1), torch.stack(changes, -1)
 
 
-def _last_plane_losses(model: LoopedLM, batch: Batch) -> Tensor:
-    """Losses [N, R] at every depth when earlier tokens offer only the K/V of that depth."""
+def _layout_losses(model: LoopedLM, batch: Batch, layout: KVLayout) -> Tensor:
+    """Losses [N, R] at fixed depths 1..R under a layout that overwrites planes."""
     positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
-    state = initial_state(model, batch.inputs, _STATE_SEED)
-    plane, columns = LastPlane(), []
+    state, columns = initial_state(model, batch.inputs, _STATE_SEED), []
     for depth in range(1, model.config.max_loops + 1):
-        plane.begin(model.config.core_layers)
-        record_last_plane(model, batch.inputs, state, torch.full_like(batch.inputs, depth), plane)
-        h, injection = model.prelude(batch.inputs, positions, dense_causal, state)
-        for step in range(1, depth + 1):
-            h = model.core(h, injection, positions, step, plane)
+        h = roll(model, batch.inputs, depth, Setting(layout), lambda: never, state).states[-1]
         columns.append(logits_loss(model.coda(h, positions, dense_causal), batch.targets).flatten().cpu())
     return torch.stack(columns, -1)
 
@@ -212,25 +201,14 @@ def exit_score(threshold: float, tokens: str, losses: Tensor, depth: Tensor) -> 
     )
 
 
-def threshold_exit(model: LoopedLM, threshold: float) -> Callable[[Tensor, int], Tensor]:
-    """The exit decision of a threshold on the cumulative hazard, for `ragged_readout`; holds state of one forward."""
-    survival: list[Tensor] = []
-
-    def leave(z: Tensor, step: int) -> Tensor:
-        stay = 1 - gate_hazard(model, z).squeeze(-1)
-        survival.append(stay if not survival else survival[-1] * stay)
-        return 1 - survival[-1] >= threshold
-
-    return leave
-
-
 def _ragged(model: LoopedLM, batches: list[Batch], threshold: float) -> tuple[Tensor, Tensor]:
-    """Losses and depths [N] of ragged forwards in which every token exits at the threshold."""
+    """Losses and depths [N] of forwards in which every token exits at the threshold, under the model's own layout."""
     losses, depths = [], []
-    attend = BestAvailable()
+    layout = get_layout(model.config.default_layout)
+    setting = Setting(get_layout("ragged") if layout.needs_dense else layout)
     for batch in batches:
-        leave = threshold_exit(model, threshold)
-        z, depth = ragged_readout(model, batch.inputs, model.config.max_loops, attend, leave)
-        losses.append(_head_losses(model, z, batch))
-        depths.append(depth.flatten().cpu())
+        new_leave = partial(exits.by_threshold, model, threshold)
+        rollout = roll(model, batch.inputs, model.config.max_loops, setting, new_leave)
+        losses.append(_head_losses(model, model.readout(rollout.at_exit()), batch))
+        depths.append(rollout.depths.flatten().cpu())
     return torch.cat(losses), torch.cat(depths)

@@ -15,14 +15,13 @@ CHUNK_TOKENS = 32768
 
 
 def head_loss(z: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats of the head on z [N, D], weight [V, D], targets [N] long: [N] float32."""
-    logits = F.linear(z, weight).float()
-    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
+    """Cross-entropy in nats of the head on z [N, D], weight [V, D], targets [N] long: [N], at least float32."""
+    return logits_loss(F.linear(z, weight), targets)
 
 
 def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats: logits [..., V] and targets [...] to [...] float32."""
-    wide = logits.float()
+    """Cross-entropy in nats: logits [..., V] and targets [...] to [...], at least float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.logsumexp(-1) - wide.gather(-1, targets[..., None]).squeeze(-1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from looped.train.guards import warnings
+
 
 def progress_line(last: dict[str, float], loops: int) -> str:
     """`step 50 10.0% | loss 2.3141 | ...` of the figures that were logged last, for a model of R = `loops`."""
@@ -30,20 +32,3 @@ def progress_line(last: dict[str, float], loops: int) -> str:
         parts += [f"ragged {last['ragged_answer' if answers else 'ragged_loss']:.3f}@{last['ragged_depth']:.2f}"]
     parts += [f"norm {last['grad_norm']:.2f}", f"lr {last['lr']:.2e}", f"{last['tok_s'] / 1e3:.0f}K tok/s"]
     return " | ".join([*parts, f"MFU {last['mfu']:.0%}", f"{last['memory_gib']:.0f} GiB", *warnings(last, loops)])
-
-
-def warnings(last: dict[str, float], loops: int) -> list[str]:
-    """Signs that depth is not being used."""
-    if "pi_1" not in last:
-        return []
-    found = []
-    kind = "direct_ce" if "direct_ce_1" in last else "ce"
-    if last["progress"] > 0.3 and last[f"{kind}_1"] - last[f"{kind}_{loops}"] < 0.01:
-        found.append("WARN depth gains nothing")
-    if min(last[f"pi_{d}"] for d in range(1, loops + 1)) < 0.02:
-        found.append("WARN an exit is unused")
-    if last["progress"] > 0.1 and last["gain_correlation"] <= 0:
-        found.append("WARN exits go the wrong way")
-    if last["drift_2"] < 0.03:
-        found.append("WARN loop 2 does nothing")
-    return found

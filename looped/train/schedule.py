@@ -7,7 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from looped.train.recipe import Objective, Optim
+import torch
+
+from looped.train.recipe import Objective, Optim, Sampling
 
 # The paper's rise of beta (ragged KV, figure 6: 0.01, 0.02, 0.05), in parts of the run and of the final weight; cosine
 # in between.
@@ -26,12 +28,33 @@ def learning_rate(optim: Optim, progress: float) -> float:
 
 def beta(objective: Objective, progress: float) -> float:
     """Weight of the KL to the exit prior."""
-    points = _PAPER_BETA if objective.beta_schedule == "paper" else _FLAT_BETA
+    points: tuple[tuple[float, float], ...] = _PAPER_BETA if objective.beta_schedule == "paper" else _FLAT_BETA
+    if objective.beta_schedule == "cosine":
+        begin, end = objective.beta_ramp
+        points = ((-1.0, 0.0), (begin, 0.0), (end, 1.0))
     for (left, low), (right, high) in itertools.pairwise(points):
         if progress < right:
             part = 0.5 * (1 - math.cos(math.pi * (progress - left) / (right - left)))
             return objective.beta * (low + (high - low) * part)
     return objective.beta
+
+
+def under_layout(share: float, step: int) -> bool:
+    """Whether step `step` (from 0) is one of the evenly spread `share` of steps: at one half, the odd ones."""
+    return math.floor((step + 1) * share + 1e-9) > math.floor(step * share + 1e-9)
+
+
+def sample_loops(
+    sampling: Sampling, mean: float, sigma: float, num_loops: int, generator: torch.Generator | None
+) -> int:
+    """Loop steps of one micro-batch, 1..R: R, uniform, or Poisson with a log-normal rate of the given mean."""
+    if sampling == "fixed":
+        return num_loops
+    if sampling == "uniform":
+        return int(torch.randint(1, num_loops + 1, (), generator=generator))
+    normal = float(torch.randn((), generator=generator))
+    rate = math.exp(math.log(max(mean, 1e-9)) - 0.5 * sigma**2 + sigma * normal)
+    return min(max(int(torch.poisson(torch.tensor(rate), generator=generator)), 1), num_loops)
 
 
 @dataclass

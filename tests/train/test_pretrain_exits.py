@@ -1,4 +1,4 @@
-"""Exit distributions, priors, and the parallel ragged forward against a token-by-token one."""
+"""Exit distributions, priors, figures of exits."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from looped.model import LoopedLM
 from looped.train import exits
-from looped.train.build import new_model
-from looped.train.evaluate import exit_score, first_below, threshold_exit
-from looped.train.kept import BestAvailable, LastPlane
+from looped.train.evaluate import exit_score, first_below
+from looped.train.figures import correlation, interpolated, jumps, perplexities
 from looped.train.losses import chunked_loss
-from looped.train.objective import correlation, gate_hazard, interpolated, ragged_readout
-from looped.train.recipe import Init, Shape, model_config
-
-
-def micro(family: str = "ouro", loops: int = 4) -> LoopedLM:
-    layers = (0, 2, 0) if family == "ouro" else (1, 1, 1)
-    shape = Shape(family, 16, 24, 2, layers, loops)  # type: ignore[arg-type]
-    init = Init(embed_std=1.0, linear_std=0.3, head_std=0.3, branch_gain=0.5)
-    model = new_model(model_config(shape, 32, 64, 0, 1), init, seed=3)
-    if model.exit_gate is not None:
-        torch.nn.init.normal_(model.exit_gate.weight, 0.0, 0.7)
-    return model
 
 
 def test_exit_distribution_by_hand() -> None:
@@ -47,15 +32,19 @@ def test_initial_gate_gives_the_planned_distribution() -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("poisson", (0.315, 0.331, 0.232, 0.122)), ("uniform", (0.25, 0.25, 0.25, 0.25))],
+    [
+        ("poisson", (0.315, 0.331, 0.232, 0.122)),
+        ("geometric", (0.395, 0.276, 0.193, 0.135)),
+        ("uniform", (0.25, 0.25, 0.25, 0.25)),
+    ],
 )
 def test_priors(name: exits.PriorName, values: tuple[float, ...]) -> None:
     torch.testing.assert_close(exits.exit_prior(name, 4), torch.tensor(values), atol=5e-4, rtol=0)
 
 
 def test_geometric_prior_falls_by_one_factor() -> None:
-    prior = exits.exit_prior("geometric", 4)
-    torch.testing.assert_close(prior[1:] / prior[:-1], torch.full((3,), 0.63))
+    prior = exits.exit_prior("geometric", 4, rate=0.4)
+    torch.testing.assert_close(prior[1:] / prior[:-1], torch.full((3,), 0.6))
     assert prior.sum() == pytest.approx(1.0)
 
 
@@ -77,83 +66,19 @@ def test_hard_exits() -> None:
     assert exits.hard_exits(pi, 1.1).tolist() == [3, 3, 3]
 
 
-def test_ragged_forward_is_dense_when_no_token_leaves() -> None:
-    model = micro()
-    tokens = torch.randint(0, 32, (3, 12))
-    z, depth = ragged_readout(model, tokens, 4, BestAvailable(), lambda z, step: torch.zeros_like(tokens).bool())
-    torch.testing.assert_close(z, model.states(tokens, 4)[-1])
-    assert (depth == 4).all()
+def test_log_probability_of_exits_is_that_of_the_distribution() -> None:
+    hazards = torch.rand(5, 7, 4, dtype=torch.float64)
+    pi = exits.exit_distribution(hazards)
+    for depth in range(1, 5):
+        depths = torch.full((5, 7), depth)
+        torch.testing.assert_close(exits.log_probability(hazards, depths), pi[..., depth - 1].log())
 
 
-class _OneToken:
-    """`attend` of one new token over earlier ones, each at the K/V of min(step, its exit depth)."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[tuple[int, int], tuple[Tensor, Tensor]]] = []
-        self.depths: list[int] = []
-        self.now: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.step = 1
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.now[layer, self.step] = (k, v)
-        past = [row[layer, min(self.step, e)] for row, e in zip(self.rows, self.depths, strict=True)]
-        keys = torch.cat([*(row[0] for row in past), k], 1).transpose(1, 2)
-        values = torch.cat([*(row[1] for row in past), v], 1).transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2)
-
-
-@torch.no_grad()
-def test_ragged_forward_is_token_by_token_decoding() -> None:
-    model = micro()
-    tokens = torch.randint(0, 32, (1, 14))
-    z, depth = ragged_readout(model, tokens, 4, BestAvailable(), threshold_exit(model, 0.5))
-    assert len(set(depth.flatten().tolist())) > 1
-    attend = _OneToken()
-    for i in range(tokens.shape[1]):
-        position = torch.tensor([i])
-        attend.now, hazards = {}, []
-        h, injection = model.prelude(tokens[:, i : i + 1], position, attend)
-        for step in range(1, 5):
-            attend.step = step
-            h = model.core(h, injection, position, step, attend)
-            hazards.append(gate_hazard(model, model.readout(h)))
-            survived = torch.cat(hazards, -1).neg().add(1).prod()
-            if 1 - survived >= 0.5 or step == 4:
-                break
-        attend.rows.append(attend.now)
-        attend.depths.append(step)
-        torch.testing.assert_close(model.readout(h)[:, 0], z[:, i], atol=1e-5, rtol=1e-5)
-    assert attend.depths == depth[0].tolist()
-
-
-def test_last_plane_reads_what_was_kept_of_others_and_the_present_of_itself() -> None:
-    q, k, v, old_k, old_v = (torch.randn(1, 5, 2, 8) for _ in range(5))
-    plane = LastPlane()
-    plane.begin(range(1))
-    plane(0, q, old_k, old_v)
-    plane.replay()
-    out = plane(0, q, k, v)
-    for i in range(5):
-        keys = torch.cat((old_k[:, :i], k[:, i : i + 1]), 1).transpose(1, 2)
-        values = torch.cat((old_v[:, :i], v[:, i : i + 1]), 1).transpose(1, 2)
-        query = q[:, i : i + 1].transpose(1, 2)
-        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values).transpose(1, 2)
-        torch.testing.assert_close(out[:, i : i + 1], expected)
-
-
-def test_last_plane_keeps_the_step_at_which_a_position_left() -> None:
-    first, second = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
-    plane = LastPlane()
-    plane.begin(range(1))
-    plane.active = torch.tensor([[True, True, True]])
-    plane(0, first, first, first)
-    plane.active = torch.tensor([[True, False, True]])
-    plane(0, second, second, second)
-    plane.replay()
-    own = torch.zeros(1, 3, 1, 4)
-    out = plane(0, own, own, own)  # a zero query weighs all its keys alike
-    expected = (second[:, 0] + first[:, 1]) / 3
-    torch.testing.assert_close(out[:, 2], expected)
+def test_jump_rates_and_perplexities_by_hand() -> None:
+    none, one, more = jumps(torch.tensor([[1, 1, 2, 4], [4, 1, 1, 1]]))
+    assert (float(none), float(one), float(more)) == pytest.approx((3 / 6, 1 / 6, 2 / 6))
+    assert perplexities({"ce_1": 9.0, "ce_2": 2.0}, 2) == pytest.approx({"full_perplexity": math.exp(2)})
+    assert perplexities({"ce_2": 2.0, "ragged_loss": 1.0}, 2)["ragged_perplexity"] == pytest.approx(math.e)
 
 
 def test_chunked_loss_is_cross_entropy_with_its_gradients() -> None:

@@ -23,7 +23,8 @@ from looped.model import load
 from looped.train import checkpoint
 from looped.train.corpus import Corpus
 from looped.train.folder import prepare_folder
-from looped.train.objective import Loss, OuroLoss
+from looped.train.objective import Loss
+from looped.train.ouro_loss import OuroLoss
 from looped.train.pretrain import train
 from looped.train.recipe import Data, Init, Objective, Optim, Options, Shape
 from looped.train.windows import Windows

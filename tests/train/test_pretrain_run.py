@@ -53,7 +53,7 @@ def options(folder: Path, family: str = "ouro", steps: int = 100, **changes: Any
         model=Shape(family, 32, 48, 2, layers, 3),  # type: ignore[arg-type]
         init=Init(embed_std=0.5, branch_gain=0.3),
         objective=Objective(ragged_from=0.5),
-        recurrence=Recurrence(mean=2.5, kv_shared_fraction=0.5, shallow_weight=0.3),
+        recurrence=Recurrence(mean=2.5, kv_share=0.5, shallow_weight=0.3),
         optim=Optim(lr=1e-2, rows=8, tokens=steps * 8 * LENGTH),
         data=Data(window=LENGTH),
         device="cpu",

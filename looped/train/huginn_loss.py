@@ -1,0 +1,86 @@
+"""The training loss of a prelude-core-coda model (Huginn): a sampled number of loop steps, a KV layout to live with."""
+
+# B rows, T tokens, D width
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from looped.kv import get_layout
+from looped.model import LoopedLM
+from looped.model.attention import dense_causal
+from looped.train import ranks
+from looped.train.figures import masked_mean, relative_change
+from looped.train.losses import logits_loss
+from looped.train.objective import Loss, Moment, weighted_mean
+from looped.train.recipe import Recurrence
+from looped.train.rollout import Rollout, Setting, draw_prompts, fixed, initial_state, roll
+from looped.train.schedule import sample_loops
+from looped.train.windows import Batch
+
+
+class HuginnLoss:
+    """Cross-entropy after a sampled number of loop steps from random states (and, if wanted, at a smaller number too).
+
+    A share of the steps is under a KV layout: earlier tokens left in the later half of the steps, each at a depth of
+    its own, and every query goes on to the last step with what they left and its own K/V of the present step.
+    """
+
+    def __init__(self, options: Recurrence, num_loops: int, token_loss: Callable[..., Tensor] = logits_loss) -> None:
+        self.options, self.num_loops = options, num_loops
+        self.layout = get_layout(options.kv)
+        self.token_loss = token_loss
+
+    def __call__(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
+        options = self.options
+        dice = torch.Generator().manual_seed(moment.seed)
+        steps = sample_loops(options.sampling, options.mean, options.sigma, self.num_loops, dice)
+        under_layout = moment.progress >= options.kv_from and float(torch.rand((), generator=dice)) < options.kv_share
+        rollout = self._roll(model, batch, moment, steps, under_layout, dice)
+        shallow = 0
+        if options.shallow_weight and steps > 1:
+            shallow = int(torch.randint(1, steps, (), generator=dice))
+        positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
+        losses = self._loss(model, rollout.states[-1], positions, batch)
+        total, log = self._mean(losses, batch), dict[str, Tensor]()
+        if shallow > self._free(steps):
+            early = self._mean(self._loss(model, rollout.states[shallow - 1], positions, batch), batch)
+            total = (total + options.shallow_weight * early) / (1 + options.shallow_weight)
+            log[f"ce_{shallow}"] = early.detach()
+        deepest, kind = losses.detach(), "shared_" if under_layout else ""
+        log |= {"loss": total.detach(), f"{kind}ce_{steps}": deepest.mean(), "steps": deepest.new_tensor(float(steps))}
+        log[f"{kind}answer_ce_{steps}"] = masked_mean(deepest, batch.answer)
+        log[f"{kind}direct_ce_{steps}"] = masked_mean(deepest, batch.direct)
+        if steps > 1:
+            after, before = rollout.states[-1].detach(), rollout.states[-2].detach()
+            log[f"change_{steps}"] = relative_change(after, before).mean()
+        return Loss(total, log)
+
+    def _roll(
+        self, model: LoopedLM, batch: Batch, moment: Moment, steps: int, under_layout: bool, dice: torch.Generator
+    ) -> Rollout:
+        """The forward of one step; where it is under the layout, exits are drawn in ceil(steps / 2)..steps."""
+        options, inputs = self.options, batch.inputs
+        setting, depths = Setting(get_layout("depth")), torch.full_like(inputs, steps)
+        if under_layout:
+            low, rows = (steps + 1) // 2, ranks.world() * inputs.shape[0]
+            drawn = torch.randint(low, steps + 1, (rows, inputs.shape[1]), generator=dice)
+            depths = ranks.mine(drawn).to(inputs.device)
+            prompt_lens = draw_prompts(options.kv_prompt, *inputs.shape, dice)
+            prompt_lens = None if prompt_lens is None else prompt_lens.to(inputs.device)
+            setting = Setting(self.layout, True, prompt_lens, options.kv_passes, options.kv_gradient)
+        state = initial_state(model, inputs, moment.seed)
+        return roll(model, inputs, steps, setting, lambda: fixed(depths), state, self._free(steps))
+
+    def _free(self, steps: int) -> int:
+        """The first steps, which get no gradient."""
+        return max(0, steps - self.options.backprop) if self.options.backprop else 0
+
+    def _mean(self, losses: Tensor, batch: Batch) -> Tensor:
+        return weighted_mean(losses, batch.answer, self.options.question_weight)
+
+    def _loss(self, model: LoopedLM, h: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        return self.token_loss(model.coda(h, positions, dense_causal), batch.targets)
