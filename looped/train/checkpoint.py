@@ -26,7 +26,7 @@ from torch import Tensor
 
 from looped.errors import LoopedError
 from looped.files import read_object
-from looped.model import LoopedLM, load, save
+from looped.model import LoopedLM, save
 from looped.model.loading import copy_tokenizer
 from looped.train.strategy import gathered, spread
 
@@ -118,16 +118,6 @@ def prune(run: Path, keep: int) -> None:
     for saved in found[:-keep]:
         if saved != best:
             shutil.rmtree(saved.folder, ignore_errors=True)
-
-
-def load_weights(folder: Path, model: LoopedLM) -> None:
-    """Copy a checkpoint's weights into the model it was made of. Raises LoopedError where the shapes differ."""
-    source = dict(load(folder, device="cpu", dtype="float32").named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in source or source[name].shape != parameter.shape:
-                raise LoopedError(f"{folder} holds another model than the recipe asks for ({name} differs)")
-            parameter.copy_(source[name])
 
 
 def load_optimizer(folder: Path, model: LoopedLM, optimizer: torch.optim.Optimizer) -> None:

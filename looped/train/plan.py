@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from looped.data.texts import find_words
 from looped.errors import LoopedError
 from looped.files import check_folder
 from looped.model import LoopedLM
+from looped.model.loading import find_checkpoint, read_config
+from looped.train.begin import data_of
 from looped.train.build import flops_per_token
 from looped.train.losses import CHUNK_TOKENS
 from looped.train.peak import peak_flops
@@ -63,6 +66,8 @@ def make_plan(options: Options, device: torch.device) -> Plan:
     """The plan of a recipe. Raises LoopedError where its data or tokenizer cannot be what it says."""
     vocab, notes = check_data(options)
     config = model_config(options.model, vocab, options.data.window, None, None)
+    if options.init.checkpoint is not None:
+        config = _checkpoint_config(options.init.checkpoint, notes) or config
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in LoopedLM(config).parameters())
     optim, world = options.optim, options.devices * options.nodes
@@ -92,6 +97,17 @@ def make_plan(options: Options, device: torch.device) -> Plan:
         checkpoint_bytes=checkpoint,
         notes=tuple(notes),
     )
+
+
+def _checkpoint_config(name: str, notes: list[str]) -> ModelConfig | None:
+    """The shape of the checkpoint that a run begins with; a remark, and None, where it is out of reach."""
+    try:
+        return read_config(find_checkpoint(name))[0]
+    except LoopedError as error:
+        if Path(name).exists():
+            raise
+        notes.append(f"checkpoint not checked: {error}")
+        return None
 
 
 def mean_work(options: Options, config: ModelConfig) -> tuple[float, float]:
@@ -135,9 +151,11 @@ def check_data(options: Options) -> tuple[int, list[str]]:
     """
     data, notes = options.data, list[str]()
     try:
+        data = data_of(options)
         vocab = find_words(data.tokenizer).vocab_size
     except LoopedError as error:
-        if options.model.vocab is None or data.tokenizer.count("/") != 1:
+        remote = data.tokenizer if options.init.checkpoint is None else options.init.checkpoint
+        if (options.model.vocab is None and options.init.checkpoint is None) or Path(remote).exists():
             raise
         vocab = 1
         notes.append(f"tokenizer not checked: {error}")

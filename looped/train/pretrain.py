@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from looped.config import ModelConfig
 from looped.errors import LoopedError
 from looped.files import write_text
 from looped.train.folder import SUMMARY, check_run, prepare_folder
-from looped.train.recipe import Options, model_config
+from looped.train.recipe import Options
 
 __all__ = ["Options", "run"]
 
@@ -30,6 +31,7 @@ def run(options: Options) -> int:
     if first:
         check_run(options)
     from looped.progress import last_json
+    from looped.train.begin import begin, data_of
     from looped.train.corpus import open_corpus
     from looped.train.loggers import check_logger
 
@@ -37,11 +39,10 @@ def run(options: Options) -> int:
     device = resolve_device(options)
     if options.dry_run:
         return dry_run(options, device)
-    corpus = open_corpus(options.data, options.seed, device, as_found=options.resume)
+    corpus = open_corpus(data_of(options), options.seed, device, as_found=options.resume)
     assert options.output is not None
-    # before a run that is replaced goes away
-    model_config(options.model, corpus.vocab_size, corpus.train.length, corpus.eos_id, corpus.pad_id)
-    summary = train(options, prepare_folder(options) if first else options.output, corpus, begun)
+    start = begin(options, corpus, options.output)  # before a run that is replaced goes away
+    summary = train(options, prepare_folder(options) if first else options.output, corpus, begun, start)
     if summary is not None:
         last_json(summary)
     return 0
@@ -74,16 +75,18 @@ def resolve_device(options: Options) -> Any:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
 
 
-def train(options: Options, folder: Path, corpus: Any, begun: float) -> dict[str, Any] | None:
+def train(options: Options, folder: Path, corpus: Any, begun: float, start: Any = None) -> dict[str, Any] | None:
     """One process's part of a run: to the end of the schedule, the time limit, or a signal; then scores and export.
 
-    The summary, from the first process; None from the others.
+    It goes on from `start`, or from what `begin` makes of the recipe. The summary, from the first process; None from
+    the others.
     """
     import torch
     import torch.distributed as dist
 
-    from looped.train import checkpoint, ranks
-    from looped.train.build import compile_blocks, new_model
+    from looped.train import ranks
+    from looped.train.begin import begin
+    from looped.train.build import compile_blocks
     from looped.train.module import Pretraining
     from looped.train.schedule import Clock
     from looped.train.watch import Stop, Watch
@@ -97,18 +100,15 @@ def train(options: Options, folder: Path, corpus: Any, begun: float) -> dict[str
     optim = options.optim
     if corpus.train.length != options.data.window:
         options = replace(options, data=replace(options.data, window=corpus.train.length))
-    config = model_config(options.model, corpus.vocab_size, corpus.train.length, corpus.eos_id, corpus.pad_id)
-    model = new_model(config, options.init, options.seed)
+    model, saved_clock = start or begin(options, corpus, folder)
     tokens_per_step = optim.rows * optim.accumulate * corpus.train.length
     clock = Clock(max(1, round(optim.tokens / tokens_per_step)), optim.total_seconds)
-    if options.resume:
-        newest = checkpoint.find(folder)[-1]
-        checkpoint.load_weights(newest.folder, model)
-        clock.load(json.loads((newest.folder / checkpoint.STATE).read_text(encoding="utf-8"))["clock"])
+    if saved_clock is not None:
+        clock.load(saved_clock)
     compiled = options.compile if options.compile is not None else device.type == "cuda"
     if compiled:
         compile_blocks(model)
-    module = Pretraining(model, new_loss(options, config.max_loops, compiled), corpus.train, options, clock)
+    module = Pretraining(model, new_loss(options, model.config, compiled), corpus.train, options, clock)
     watch = Watch(options, folder, corpus, Stop(), begun)
     if ranks.launched_rank() == 0:
         _announce(options, model, corpus, device, clock)
@@ -199,14 +199,16 @@ def finish(
     return summary
 
 
-def new_loss(options: Options, num_loops: int, compiled: bool) -> Any:
-    """The training loss of the recipe's family."""
+def new_loss(options: Options, config: ModelConfig, compiled: bool) -> Any:
+    """The training loss of the model's family."""
     import torch
 
+    from looped.train.huginn_loss import HuginnLoss
     from looped.train.losses import head_loss, logits_loss
-    from looped.train.objective import HuginnLoss, OuroLoss
+    from looped.train.ouro_loss import OuroLoss
 
-    if options.model.family == "ouro":
+    num_loops = config.max_loops
+    if config.family == "ouro":
         return OuroLoss(options.objective, num_loops, torch.compile(head_loss) if compiled else head_loss)
     return HuginnLoss(options.recurrence, num_loops, torch.compile(logits_loss) if compiled else logits_loss)
 
@@ -241,7 +243,7 @@ def _announce(options: Options, model: Any, corpus: Any, device: Any, clock: Any
     devices = options.devices * options.nodes
     where = str(device) if devices == 1 else f"{devices} x {device.type} ({options.strategy})"
     print(
-        f"{options.model.family} {count / 1e6:.2f}M parameters on {where}; {len(corpus.train)} windows of "
+        f"{model.config.family} {count / 1e6:.2f}M parameters on {where}; {len(corpus.train)} windows of "
         f"{corpus.train.length} tokens; {tokens} tokens a step, schedule of {clock.total_steps} steps{limit}",
         file=sys.stderr,
         flush=True,

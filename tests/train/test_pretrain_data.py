@@ -102,3 +102,24 @@ def test_two_devices_halve_what_they_share(tmp_path: Path) -> None:
     assert one.seconds == pytest.approx(2 * copies.seconds)
     assert copies.memory.optimizer == one.memory.optimizer == 2 * parts.memory.optimizer
     assert copies.memory.activations == one.memory.activations / 2
+
+
+def test_a_checkpoint_is_trained_further(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+    run = ["train", "--output", tmp_path / "run", "--data.folder", tmp_path / "data", "--data.tokens", 4000]
+    run += ["--data.window", 64, "--data.workers", 1, "--init.checkpoint", "tiny-ouro", "--device", "cpu"]
+    run += ["--optim.rows", 2, "--optim.lr", 1e-5, "--max-steps", 2, "--eval-rows", 0, "--log-every", 1]
+    planned = cli(*run, "--dry-run")
+    assert json.loads(planned.out.splitlines()[-1])["parameters"] == 7_567_937
+    done = cli(*run)
+    assert done.code == 0, done.err
+    summary = json.loads(done.out.splitlines()[-1])
+    begun, ended = load("tiny-ouro", device="cpu"), load(summary["checkpoint"], device="cpu")
+    moved = (ended.embed.weight - begun.embed.weight).abs().max()
+    assert 0 < moved < 1e-4 and ended.config.max_loops == 4
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["answer_ce_4"] < 2.0  # a random model is at log 2048 = 7.6
+    texts = tmp_path / "a.jsonl"
+    texts.write_text('{"text": "Some text."}\n' * 300)
+    longer = ["--data.source", texts, "--data.folder", tmp_path / "long", "--data.window", 1600, "--overwrite"]
+    assert "exceed the 1536 of tiny-ouro" in cli(*run, *longer, "--data.held-out", 100).refusal
+    assert (tmp_path / "run" / "model").is_dir()
