@@ -7,7 +7,7 @@ import torch
 
 from looped.errors import LoopedError
 from looped.infer.backends import flash
-from looped.infer.backends.base import DecodeBatch, Piece, PrefillBatch
+from looped.infer.backends.base import DecodeBatch, Piece, PrefillBatch, piece_table
 from looped.infer.backends.choose import choose_backend
 from looped.infer.backends.flash import FlashBackend
 from looped.infer.backends.sdpa import SdpaBackend
@@ -207,6 +207,65 @@ def test_prefill(backend, page_size, head_dim, heads, kv_heads, cut):
             assert error(attend(layer, q, k, v), expected) < TOLERANCE[dtype]
             rows = pool.rows(batch.slots, torch.full_like(batch.slots, plane), batch.positions)
             assert torch.equal(pool.data[layer, rows], torch.stack((k, v), 1))
+
+
+CAPTURED = {16: [[], [(1, 0, 16)], [(2, 5, 6), (3, 0, 3), (1, 480, 485)], [(4, 0, 1)]]}
+CAPTURED[128] = [*CAPTURED[16], [(1, 0, 65), (2, 0, 62)], [(3, 300, 428)], [(i, 0, 25) for i in range(1, 6)]]
+CAPTURED[1024] = [*CAPTURED[128], [(i, 0, 200) for i in range(1, 6)], [(2, 0, 512), (5, 1, 512)], [(1, 0, 128)]]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("size", CAPTURED)
+def test_a_captured_prefill_serves_other_pieces(backend, page_size, size, heads, kv_heads):
+    """What a graph froze is the number of rows and of places alone; padding rows are finite."""
+    from looped.infer.graphs import Graphs
+
+    if not backend.pads_prefill:
+        pytest.skip("its prefills are not captured")
+    dtype, places = torch.bfloat16, 7
+    checked(backend, page_size, 64, dtype)
+    torch.manual_seed(0)
+    pool = PagePool(6, 2, 512, page_size, kv_heads, 64, dtype)
+    if page_size % 128 == 0 and backend.name == "flash":
+        pool.data.nan_to_num_(0)
+    rows = torch.zeros(2, size, dtype=torch.long, device="cuda")
+    table = torch.zeros(3, places + 1, dtype=torch.int32, device="cuda")
+    q, k, v = draw(size, heads, kv_heads, 64, dtype)
+
+    def load(pieces):
+        real = packed(pieces) if pieces else None
+        count = len(real.slots) if real else 0
+        mine = (*(real.pieces if real else ()), *((Piece(0, count, size, 0, 1),) if count < size else ()))
+        rows.zero_()
+        if real:
+            rows[0, :count], rows[1, :count] = real.slots, real.positions
+        table.copy_(torch.from_numpy(piece_table(mine, places)))
+        return real
+
+    def stage():
+        batch = PrefillBatch(rows[0], rows[1], table, (Piece(0, 0, size, 0, 1),), size, 512)
+        return tuple(backend.prefill(pool, batch, plane)(plane, q, k, v) for plane in range(2))
+
+    graphs = Graphs(torch.device("cuda"), True, 6)
+    load([])
+    graphs.capture("prefill", stage)
+    for pieces in CAPTURED[size]:
+        real = load(pieces)
+        n = len(real.slots) if real else 0
+        q.normal_()
+        k.normal_()
+        for slot, first, _ in pieces:
+            pool.write([slot] * 2, [0, 1], [first] * 2)
+        reference = pool.wide()
+        outs = [out.clone() for out in graphs.run("prefill", stage)]
+        assert all(out.isfinite().all() for out in outs)
+        if real is not None:
+            for plane, out in enumerate(outs):
+                expect = SdpaBackend().prefill(reference, real, plane)
+                assert error(out[:n], expect(plane, q[:n].float(), k[:n].float(), v[:n].float())) < TOLERANCE[dtype]
+        for out, wanted in zip(outs, stage(), strict=True):  # padding rows share a place, so theirs is open
+            assert torch.equal(out[:n], wanted[:n])
 
 
 def packed(pieces, keep=None):

@@ -15,6 +15,7 @@ from looped.decode import PrefillSchedule
 from looped.errors import LoopedError
 from looped.infer import Engine, EngineOptions, Request
 from looped.infer.backends.flash import find_library
+from looped.infer.graphs import Graphs
 from tests.gpu.judge import MARGINS, Verdict, judge
 from tests.gpu.models import gate_case, gpu_model, prompts
 
@@ -147,16 +148,57 @@ def test_other_head_dims(head_dim, family, backend):
 
 @pytest.mark.parametrize("layout", ["last-exited", "ragged", "shared"])
 @pytest.mark.parametrize("exits", ["sync", "lookahead"])
-def test_graphs_change_nothing_to_the_bit(layout, exits):
+@pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("auto", torch.bfloat16)], ids=str)
+def test_graphs_change_nothing_to_the_bit(layout, exits, backend, dtype):
     """The same launches in the same order: here a graph has no margin."""
-    model, work = gpu_model("ouro", torch.float32), prompts(LENS)
-    chosen, _ = policy_of("ouro", torch.float32, layout, GATES["ouro", exits])
-    options = {"kv": layout, "exits": exits, "backend": "triton", "max_num_seqs": 4, **chosen}
+    model, work = gpu_model("ouro", dtype), prompts(LENS)
+    chosen, _ = policy_of("ouro", dtype, layout, GATES["ouro", exits])
+    options = {"kv": layout, "exits": exits, "backend": backend, "max_num_seqs": 4, **chosen}
     with_graphs, engine = run(model, greedy(24), work, graphs=True, **options)
     assert re.search(r"CUDA graphs [1-9]\d* captured", engine.describe())
     without, engine = run(model, greedy(24), work, graphs=False, **options)
     assert "CUDA graphs off" in engine.describe()
     assert with_graphs == without
+
+
+# Around sizes that batches are padded to, alone and together; one token.
+PROMPT_LENS = (1, 16, 17, 63, 64, 65, 200, 128, 129, 2, 240, 31)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["ouro", "huginn"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("triton", torch.float32), ("flash", torch.bfloat16), ("auto", torch.float16)]
+)
+def test_captured_prefills(monkeypatch, backend, dtype, family, layout):
+    """Prompts of mixed lengths, in pieces behind a past, with prompts of the prefix cache among them: every body and
+    every first token comes out of a graph."""
+    needs(backend)
+    by_rows = 64 * ((LAYOUTS.index(layout) + len(family)) % 2)
+    for kind in ("triton.TritonBackend", "flash.FlashAttention3"):
+        monkeypatch.setattr(f"looped.infer.backends.{kind}.by_rows", by_rows)
+    model, base = gpu_model(family, dtype), prompts(PROMPT_LENS)
+    work = (*base, *((*base[6][:length], 7) for length in (80, 160, 199)))
+    chosen, policy = policy_of(family, dtype, layout, GATES[family, "device"])
+    chunk = {"chunk_size": 48} if layout in ("shared", "first-shared", "modulo-3") else {}
+    options = {"max_num_batched_tokens": 300, "max_num_seqs": 5, "min_free_slots": 1, "num_pages": 8192, **chunk}
+    replayed, run_graph = collections.Counter(), Graphs.run
+
+    def noting(self, key, stage):
+        replayed[key[:2] if key[0] == "prompts" else key[0], key in self] += 1
+        return run_graph(self, key, stage)
+
+    monkeypatch.setattr(Graphs, "run", noting)
+    made, engine = run(
+        model, greedy(6), work, kv=layout, backend=backend, exits="device", prefix_caching=True, **options, **chosen
+    )
+    check(model, work, made, dtype, **policy, **chunk)
+    assert engine.stats.kv.hit_tokens > 0
+    bodies = {key for key, _ in replayed if key[0] == "prompts"}
+    packs = engine.runner.backend.backend.pads_prefill
+    assert ("prompts", "packed") in bodies or not packs
+    assert (("prompts", "by rows") in bodies) == (by_rows > 0 or not packs)
+    assert all(captured or (key == "loose prompts" and not packs) for key, captured in replayed), replayed
 
 
 @pytest.mark.parametrize("preemption", ["offload", "recompute"])

@@ -38,7 +38,7 @@ def test_without_graphs_stages_run(device, enabled):
 def test_out_of_memory_while_capturing_says_what_to_lower(monkeypatch):
     graphs = Graphs(CUDA, True, 64)
 
-    def exhausted(stage):
+    def exhausted(*_):
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
         except torch.OutOfMemoryError:
@@ -54,7 +54,7 @@ def test_out_of_memory_while_capturing_says_what_to_lower(monkeypatch):
 def test_other_errors_while_capturing_stay_what_they_are(monkeypatch):
     graphs = Graphs(CUDA, True, 4)
 
-    def broken(stage):
+    def broken(*_):
         raise RuntimeError("a kernel is wrong")
 
     monkeypatch.setattr(graphs, "_record", broken)
