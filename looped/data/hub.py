@@ -68,7 +68,7 @@ def _size(source: Streamed) -> float:
 
 
 class Streamed(Source):
-    """One split, as an `IterableDataset` that notes its own place."""
+    """One split, as an `IterableDataset`, which notes its own place: read by one reader at a time."""
 
     def __init__(self, name: str, rows: Any) -> None:
         self.name, self.rows = name, rows
@@ -80,10 +80,11 @@ class Streamed(Source):
 class _StreamedReader(Reader):
     def __init__(self, name: str, rows: Any, state: State | None) -> None:
         self.name, self.where, self.number = name, name, state["number"] if state else 0
-        self.begun = rows.skip(0)  # an object of its own: the place is noted in it
-        if state:
-            self.begun.load_state_dict(state["rows"])
-        self.iterator = iter(self.begun)
+        self.begun = rows.skip(0)  # an object of its own, for what is loaded stays in it
+        self.loaded: State | None = state["rows"] if state else None
+        if self.loaded:
+            self.begun.load_state_dict(self.loaded)
+        self.iterator, self.fresh = iter(self.begun), True
 
     def __next__(self) -> Row:
         try:
@@ -96,12 +97,13 @@ class _StreamedReader(Reader):
             ) from error
         if row is None:
             raise StopIteration
-        self.number += 1
+        self.number, self.fresh = self.number + 1, False
         self.where = f"{self.name}, row {self.number},"
         return row
 
     def state(self) -> State:
-        return {"number": self.number, "rows": self.begun.state_dict()}
+        # Until a row is read, what `datasets` says of itself is the beginning, whatever was loaded.
+        return {"number": self.number, "rows": self.loaded if self.fresh else self.begun.state_dict()}
 
 
 class Mixture(Source):

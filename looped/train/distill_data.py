@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -177,12 +176,13 @@ class Corpus(Documents):
 
 
 class _Shuffled(Stream):
-    """Documents of a corpus, shuffled in blocks as they come; the place is a block of an epoch and a number in it."""
+    """Documents of a corpus, shuffled in blocks as they come; the place is that of a block, and a number in it."""
 
     def __init__(self, corpus: Corpus, state: State | None) -> None:
         self.corpus = corpus
         self.epoch: int = state["epoch"] if state else 0
         self.block: State | None = state["block"] if state else None
+        self.number: int = state["number"] if state else 0
         self.at: int = state["at"] if state else 0
         self.documents = self._run()
 
@@ -190,7 +190,7 @@ class _Shuffled(Stream):
         return next(self.documents)
 
     def state(self) -> State:
-        return {"epoch": self.epoch, "block": self.block, "at": self.at}
+        return {"epoch": self.epoch, "block": self.block, "number": self.number, "at": self.at}
 
     def _run(self) -> Iterator[Document]:
         corpus = self.corpus
@@ -203,17 +203,17 @@ class _Shuffled(Stream):
                         if document is not None:
                             found = True
                             yield document
-                self.block, self.at = rows.state(), 0
+                self.block, self.number, self.at = rows.state(), self.number + 1, 0
             if not found:
                 raise LoopedError(corpus.useless("document to train on"))
-            self.epoch, self.block, self.at = self.epoch + 1, None, 0
+            self.epoch, self.block, self.number, self.at = self.epoch + 1, None, 0, 0
 
     def _block(self, rows: Reader) -> list[Item]:
         corpus = self.corpus
         size = _ENCODE_AT_ONCE if corpus.generated else corpus.options.shuffle
         items = list(itertools.islice(corpus.items(rows, held_out=False), size))
         if not corpus.generated:
-            random.Random(f"{corpus.seed}/{self.epoch}/{json.dumps(self.block)}").shuffle(items)
+            random.Random(f"{corpus.seed}/{self.epoch}/{self.number}").shuffle(items)
         return items
 
 
