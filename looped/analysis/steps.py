@@ -9,7 +9,7 @@ from looped.analysis import worklist
 from looped.analysis.offline import OfflineResult, Setup, measure
 from looped.analysis.results import Distilled
 from looped.gates import load_gate, native_gate
-from looped.gates.hazard import TrainedGate
+from looped.gates.trained import TrainedGate
 from looped.model import LoopedLM
 
 TASK, DRILLS = "wordmath", "wordmath-drills"

@@ -9,7 +9,8 @@ from looped.gates.criteria import (
     KLGate,
     MinPKLGate,
 )
-from looped.gates.hazard import LookaheadGate, OuroGate, PreLoopGate
+from looped.gates.foreseen import ForeseenConvergenceGate
+from looped.gates.hazard import LookaheadGate, OuroGate, PreLoopGate, SameStepGate, Stage2Gate
 from looped.gates.hybrid import HybridGate
 from looped.gates.policies import DelayGate, FixedGate, ReplayGate
 from looped.gates.protocol import Carry, Entry, Gate, Params
@@ -25,6 +26,7 @@ __all__ = [
     "EntropyDiffGate",
     "Entry",
     "FixedGate",
+    "ForeseenConvergenceGate",
     "Gate",
     "HybridGate",
     "KLGate",
@@ -34,6 +36,8 @@ __all__ = [
     "Params",
     "PreLoopGate",
     "ReplayGate",
+    "SameStepGate",
+    "Stage2Gate",
     "get_gate",
     "load_gate",
     "native_gate",

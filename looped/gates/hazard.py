@@ -1,23 +1,26 @@
-"""Gates that predict hazards: Ouro's own, the lookahead gate and the pre-loop gate.
+"""Gates that predict hazards: Ouro's own, and those that learn hazards: step by step, one step ahead, before the loop.
 
 Exit at the first r >= min_depth with C(r) = 1 - prod_{j<=r} (1 - lambda_j) >= q, so hazard mass below min_depth is
 folded onto it (ragged KV, eqs. 2-4). A threshold of 1 never exits early.
 """
 
-# B rows, D width, R loop steps, N heads, F features, M hidden units
+# B rows, D width, R loop steps, N heads, F features
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from looped.errors import LoopedError
-from looped.gates.protocol import Carry, Entry, Gate, Params, State, none_ahead, wide
+from looped.gates.protocol import Entry, Gate, Params, State, none_ahead, wide
+from looped.gates.trained import Hidden, StepHeads, TrainedGate, entry_features
 from looped.model import LoopedLM
+
+CARRY_INPUTS = ("state", "entropy", "surprisal", "depth")
+"""What a pre-loop gate may see of the token before: exit state, entropy, surprisal of the next token, exit depth."""
 
 
 def crosses(survival: Tensor, step: Tensor | int, params: Params) -> Tensor:
@@ -55,75 +58,16 @@ class OuroGate(Gate):
         return (survival,), crosses(survival, step, params)
 
 
-class Hidden(NamedTuple):
-    """A hidden layer beside linear heads: out_NM . gelu(weight_KMF x + bias_KM); K is N, one layer a head, or 1."""
+class StepGate(StepHeads):
+    """A trained gate that decides, like Ouro's own, about the step just run: heads for r = 1..R-1."""
 
-    weight_KMF: Tensor
-    bias_KM: Tensor
-    out_NM: Tensor
-
-
-class TrainedGate(Gate):
-    """A gate distilled from a teacher: linear heads [N, F] with bias [N], bound to that teacher alone.
-
-    `hidden` is added to the linear heads' logits where there is one.
-    """
-
-    def __init__(
-        self,
-        weight_NF: Tensor,
-        bias_N: Tensor,
-        hidden: Hidden | None = None,
-        *,
-        hidden_size: int,
-        max_loops: int,
-        teacher: str,
-        revision: str,
-    ) -> None:
-        self.weight_NF, self.bias_N, self.hidden = weight_NF, bias_N, hidden
-        self.hidden_size, self.max_loops = hidden_size, max_loops
-        self.teacher, self.revision = teacher, revision
-
-    def check_model(self, model: LoopedLM, kind: str) -> None:
-        """Raise `LoopedError`, about a gate of this `kind`, where `model` is not the teacher or runs more loops."""
-        if model.config.hidden_size != self.hidden_size or model.revision != self.revision:
-            raise LoopedError(
-                f"this {kind} gate was made for {self.teacher} (width {self.hidden_size}, weights "
-                f"{self.revision[:12]}) and cannot run on {model.name}; train one with `looped train-gate`"
-            )
-        if model.config.max_loops > self.max_loops:
-            raise LoopedError(
-                f"this {kind} gate was made for {self.max_loops} loops; {model.name} runs {model.config.max_loops}"
-            )
-
-    def bind(self, model: LoopedLM) -> Self:
-        self.check_model(model, self.kind)
-        bound = copy.copy(self)
-        dtype = torch.promote_types(model.dtype, torch.float32)
-        bound.weight_NF = self.weight_NF.to(model.device, dtype)
-        bound.bias_N = self.bias_N.to(model.device, dtype)
-        if self.hidden is not None:
-            bound.hidden = Hidden(*(x.to(model.device, dtype) for x in self.hidden))
-        return bound
-
-
-class LookaheadGate(TrainedGate):
-    """Predicts lambda_{r+1} from z_r, one head a step, so exits are known one step ahead; C starts at r = 2."""
-
-    kind = "lookahead"
-    latency = 1
-    min_depth = 2
+    @classmethod
+    def num_heads(cls, max_loops: int) -> int:
+        return max(max_loops - 1, 1)
 
     def hazard(self, z: Tensor, step: Tensor) -> Tensor:
-        """Predicted hazard [B] of step `step` + 1 from the readout z [B, D] of `step` [B]."""
-        head = (step - 1).clamp(0, self.weight_NF.shape[0] - 1)
-        x = wide(z)
-        logits = (x * self.weight_NF[head]).sum(-1) + self.bias_N[head]
-        if self.hidden is not None:
-            # every head for every row: rows of a batch may be at different steps
-            active_BNM = F.gelu(torch.einsum("bf,nmf->bnm", x, self.hidden.weight_KMF) + self.hidden.bias_KM)
-            logits = logits + (active_BNM * self.hidden.out_NM).sum(-1).gather(1, head[:, None])[:, 0]
-        return torch.sigmoid(logits)
+        """Hazard [B] of step `step` [B] from its readout z [B, D]."""
+        return torch.sigmoid(self.head_logits(wide(z), step - 1))
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
         survival = wide(entry.z0).new_ones(entry.z0.shape[0])
@@ -131,35 +75,85 @@ class LookaheadGate(TrainedGate):
 
     def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
         survival = state[0] * (1 - self.hazard(z, step))
-        return (survival,), crosses(survival, step + 1, params)
+        return (survival,), crosses(survival, step, params)
 
 
-def entry_features(entry: Entry) -> Tensor:
-    """`pre_loop_features` of rows about to enter the loop; a token's input is its injection where the model has one."""
-    return pre_loop_features(entry.z0 if entry.injection is None else entry.injection, entry.carry)
+class Stage2Gate(StepGate):
+    """Learnt from how much loops lower the loss (Ouro, stage II); it needs no gate of the model's own."""
+
+    kind = "stage2"
 
 
-def pre_loop_features(entry_input: Tensor, carry: Carry | None) -> Tensor:
-    """What the pre-loop gate sees: the token's input [B, D], the last token's exit state and three numbers: [B, 2D+3].
+class SameStepGate(StepGate):
+    """A copy of the teacher's gate learnt from scratch: the control of the continuous-depth-batching authors."""
 
-    Without a token before it, the second half is zero.
+    kind = "same-step"
+    min_depth = 2
+
+
+class LookaheadGate(StepHeads):
+    """Predicts lambda_{r+1} from z_r, so exits are known one step ahead; C starts at r = 2.
+
+    Heads for r = 1..R-2. With the input `change` it sees z_r - z_{r-1} too; z_0 is the readout before the loop.
     """
-    x = wide(entry_input)
-    if carry is None:
-        return torch.cat((x, x.new_zeros(x.shape[0], x.shape[1] + 3)), -1)
-    numbers = torch.stack((carry.entropy, carry.surprisal, carry.depth), -1)
-    return torch.cat((x, wide(carry.z), numbers.to(x.dtype)), -1)
+
+    kind = "lookahead"
+    latency = 1
+    min_depth = 2
+    known_inputs = ("state", "change")
+
+    @classmethod
+    def num_heads(cls, max_loops: int) -> int:
+        return max(max_loops - 2, 1)
+
+    def hazard(self, z: Tensor, step: Tensor, before: Tensor | None = None) -> Tensor:
+        """Predicted hazard [B] of step `step` + 1 from the readout z [B, D] of `step` [B], and that before it."""
+        x = wide(z)
+        if "change" in self.inputs:
+            if before is None:
+                raise ValueError("a gate that sees changes needs the readout before")
+            x = torch.cat((x, x - wide(before)), -1)
+        return torch.sigmoid(self.head_logits(x, step - 1))
+
+    def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
+        survival = wide(entry.z0).new_ones(entry.z0.shape[0])
+        state = (survival, entry.z0) if "change" in self.inputs else (survival,)
+        return state, none_ahead(entry.z0)
+
+    def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
+        survival = state[0] * (1 - self.hazard(z, step, *state[1:]))
+        return (survival, z)[: len(state)], crosses(survival, step + 1, params)
 
 
 class PreLoopGate(TrainedGate):
-    """Predicts all hazards before the first loop: the exit is the first depth whose predicted C >= q."""
+    """Predicts all hazards before the first loop: the exit is the first depth whose predicted C >= q.
+
+    Its heads are hazards lambda_1..lambda_{R-1}, or with `softmax` the depths 1..R, whose probabilities sum to one.
+    """
 
     kind = "pre-loop"
     latency = 1
-    uses_carry = True
+    known_inputs = ("embedding", *CARRY_INPUTS)
+    default_inputs = known_inputs
+
+    @property
+    def uses_carry(self) -> bool:  # type: ignore[override]
+        """It looks at the token before."""
+        return self.inputs != ("embedding",)
+
+    @property
+    def softmax(self) -> bool:
+        """The heads are depths, not hazards."""
+        return self.bias_N.shape[0] == self.max_loops
+
+    @classmethod
+    def num_heads(cls, max_loops: int) -> int:
+        return max_loops - 1
 
     def first_only(self) -> PreLoopGate:
-        """The gate with the head of lambda_1 alone."""
+        """The gate with the head of lambda_1 alone. Raises `LoopedError` where heads are depths."""
+        if self.softmax:
+            raise LoopedError("a hybrid gate needs a pre-loop part that predicts hazards, not one with a softmax")
         first = copy.copy(self)
         first.weight_NF, first.bias_N = self.weight_NF[:1], self.bias_N[:1]
         if self.hidden is not None:
@@ -172,10 +166,10 @@ class PreLoopGate(TrainedGate):
         if self.hidden is not None:
             active_BM = F.gelu(features_BF @ self.hidden.weight_KMF[0].T + self.hidden.bias_KM[0])
             logits = logits + active_BM @ self.hidden.out_NM.T
-        return torch.sigmoid(logits)
+        return torch.sigmoid(hazard_logits(logits) if self.softmax else logits)
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
-        survival_BN = (1 - self.hazards(entry_features(entry))).cumprod(-1)
+        survival_BN = (1 - self.hazards(entry_features(entry, self.inputs))).cumprod(-1)
         steps = torch.arange(1, survival_BN.shape[1] + 1, device=survival_BN.device)
         column = Params(*(p[:, None] for p in params))
         exits = crosses(survival_BN, steps[None], column)
@@ -185,3 +179,27 @@ class PreLoopGate(TrainedGate):
 
     def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
         return state, state[0] <= step + 1
+
+
+def hazard_logits(depth_logits: Tensor) -> Tensor:
+    """Logits of depths 1..R, of which a softmax makes pi, as logits of the hazards: [..., R] to [..., R-1].
+
+    lambda_d = pi(d) / sum_{j >= d} pi(j), so logit lambda_d = l_d - log sum_{j > d} exp l_j.
+    """
+    later = depth_logits.flip(-1).logcumsumexp(-1).flip(-1)
+    return depth_logits[..., :-1] - later[..., 1:]
+
+
+__all__ = [
+    "CARRY_INPUTS",
+    "Hidden",
+    "LookaheadGate",
+    "OuroGate",
+    "PreLoopGate",
+    "SameStepGate",
+    "Stage2Gate",
+    "StepGate",
+    "TrainedGate",
+    "crosses",
+    "hazard_logits",
+]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from looped.errors import LoopedError
-from looped.gates.hazard import LookaheadGate, PreLoopGate, crosses, entry_features
+from looped.gates.hazard import LookaheadGate, PreLoopGate, crosses
 from looped.gates.protocol import Entry, Gate, Params, State
+from looped.gates.trained import entry_features
 
 if TYPE_CHECKING:
     from looped.model import LoopedLM
@@ -26,7 +27,6 @@ class HybridGate(Gate):
 
     kind = "hybrid"
     latency = 1
-    uses_carry = True
 
     def __init__(self, pre_loop: PreLoopGate, lookahead: LookaheadGate) -> None:
         for name in ("teacher", "revision", "hidden_size", "max_loops"):
@@ -36,6 +36,11 @@ class HybridGate(Gate):
                     f"{getattr(lookahead, name)!r}"
                 )
         self.pre_loop, self.lookahead = pre_loop.first_only(), lookahead
+
+    @property
+    def uses_carry(self) -> bool:  # type: ignore[override]
+        """Its pre-loop part looks at the token before."""
+        return self.pre_loop.uses_carry
 
     @property
     def teacher(self) -> str:
@@ -64,8 +69,9 @@ class HybridGate(Gate):
         return bound
 
     def start(self, entry: Entry, params: Params) -> tuple[State, Tensor]:
-        survival = 1 - self.pre_loop.hazards(entry_features(entry))[:, 0]
-        return (survival,), crosses(survival, 1, params)
+        survival = 1 - self.pre_loop.hazards(entry_features(entry, self.pre_loop.inputs))[:, 0]
+        (_, *rest), _ = self.lookahead.start(entry, params)
+        return (survival, *rest), crosses(survival, 1, params)
 
     def step(self, state: State, z: Tensor, step: Tensor, params: Params) -> tuple[State, Tensor]:
         return self.lookahead.step(state, z, step, params)

@@ -111,6 +111,7 @@ class DelayGate(Gate):
         self.uses_carry, self.min_depth = inner.uses_carry, inner.min_depth + 1
         self.threshold, self.threshold_range = inner.threshold, inner.threshold_range
         self.needs_logits = inner.needs_logits
+        self.layout, self.prefill = inner.layout, inner.prefill
 
     @property
     def name(self) -> str:

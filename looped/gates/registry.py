@@ -21,12 +21,15 @@ GATE_NAMES = ("native", *_KINDS, *TRAINED, "fixed-N", *(f"delayed-{kind}" for ki
 def load_gate(name_or_dir: str | Path) -> Gate:
     """A gate by name or from a checkpoint folder, not yet bound to a model.
 
-    `lookahead`, `pre-loop` and `hybrid` are the gates that ship with tiny-ouro. Raises `LoopedError` for an unknown
-    name and for a damaged checkpoint.
+    `lookahead`, `pre-loop` and `hybrid` are the gates that ship with tiny-ouro, not those of other models. Raises
+    `LoopedError` for an unknown name and for a damaged checkpoint.
     """
     name = str(name_or_dir)
     if name in TRAINED:
-        return read_gate(ASSETS / "tiny-ouro" / "gates" / name)
+        folders = [path.parent for path in sorted(ASSETS.glob(f"*/gates/{name}/gate.json"), reverse=True)]
+        if not folders:
+            raise LoopedError(f"no {name} gate ships; make one with `looped train-gate` and give its folder")
+        return read_gate(folders[0])
     return _built_in(name) or _from_folder(name)
 
 

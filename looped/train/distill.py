@@ -9,7 +9,7 @@ runs for each optimiser step and nothing is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,35 +17,72 @@ import torch
 from torch import Tensor
 
 from looped.errors import LoopedError
-from looped.gates import OuroGate
+from looped.gates import Gate, native_gate
+from looped.gates.criteria import ConvergenceGate
+from looped.gates.dial import curve_of
 from looped.kv import KVLayout
 from looped.model import LoopedLM
 from looped.progress import progress
-from looped.train.distill_data import Document, batches
-from looped.train.students import Student, teacher_hazards
-from looped.train.walk import ExitPolicy, Sequences, walk
+from looped.train.batches import Shape
+from looped.train.distill_data import Documents
+from looped.train.feed import Feed, Place
+from looped.train.sequences import Batch
+from looped.train.sights import Sights
+from looped.train.students import Student
+from looped.train.token_table import TokenTable
+from looped.train.walk import ExitPolicy, walk
 
 _CACHE_BYTES = 1 << 30
 _ADAMW_STEPS = 1000
 _LBFGS_STEPS = 80
 LBFGS_AT_ONCE = 10
 """L-BFGS steps between two looks at the loss."""
+_HAZARD_SPAN = (0.1, 0.9)
+# Times the criterion's own threshold.
+_CHANGE_SPAN = (1 / 30, 10.0)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What the gates will run under: KV layout and prefill; thresholds of the teacher between which contexts leave."""
+    """What the gates will run under: KV layout and prefill; the teacher, a model's own gate or its criterion; and the
+    thresholds of the teacher between which contexts leave while training."""
 
     layout: KVLayout
     ragged_prefill: bool
-    low: float = 0.1
-    high: float = 0.9
+    teacher: Gate
+    low: float
+    high: float
 
-    def policy(self, model: LoopedLM, thresholds: Tensor, min_depth: Tensor) -> ExitPolicy:
-        """The teacher's own exits at thresholds [B], folded at `min_depth` [B]."""
-        return ExitPolicy(self.layout, self.ragged_prefill, OuroGate().bind(model), thresholds, min_depth)
+    @classmethod
+    def of(
+        cls, model: LoopedLM, layout: KVLayout, ragged_prefill: bool = False, span: tuple[float, float] | None = None
+    ) -> Deployment:
+        """With the model's own gate, or its convergence criterion where it has none."""
+        teacher = native_gate(model)
+        if span is None and isinstance(teacher, ConvergenceGate):
+            own = teacher.default_threshold(model.config)
+            span = (own * _CHANGE_SPAN[0], own * _CHANGE_SPAN[1])
+        return cls(layout, ragged_prefill, teacher, *(span or _HAZARD_SPAN))
 
-    def trained_on(self, batch: Sequences) -> Tensor:
+    def policy(self, batch: Batch, thresholds: Tensor, min_depth: Tensor) -> ExitPolicy:
+        """The teacher's own exits at a threshold each sequence, folded at a `min_depth` each."""
+        return ExitPolicy(
+            self.layout, self.ragged_prefill, self.teacher, batch.spread(thresholds), batch.spread(min_depth)
+        )
+
+    def floor(self, min_depth: int) -> int:
+        """The first depth at which gate and teacher are compared."""
+        return max(min_depth, self.teacher.min_depth)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Thresholds of contexts [count]: even between the bounds, of a criterion even in their logarithms."""
+        share = torch.rand(count, generator=generator)
+        if not isinstance(self.teacher, ConvergenceGate):
+            return self.low + (self.high - self.low) * share
+        low, high = math.log(max(self.low, 1e-9)), math.log(max(self.high, 1e-9))
+        return torch.exp(low + (high - low) * share)
+
+    def trained_on(self, batch: Batch) -> Tensor:
         """Positions [B, T] whose exits a gate decides."""
         return batch.decode | batch.prompt if self.ragged_prefill else batch.decode
 
@@ -55,60 +92,97 @@ class Plan:
     """How long and how fast to train. `tokens` is what the teacher reads; without `steps` there is a default.
 
     The KL of linear heads is convex, so while its features are in memory L-BFGS on all of them at once finds the best
-    heads within seconds, without a learning rate. `auto` takes AdamW where they are not, or where the loss has kinks.
+    heads within seconds, without a learning rate. `auto` takes AdamW where they are not, or where a loss has kinks.
     A teacher that is sure of itself is almost separable, and heads without a ridge then learn the training tokens by
     heart: `ridge` times the sum of squared weights (on standardised inputs) is what all positions together pay.
+    AdamW's rate rises over `warmup` steps and falls by a cosine to `final_lr` times its peak. Documents are packed into
+    rows of `width` places; None pads one a row.
     """
 
     tokens: int = 40_000
     steps: int | None = None
     batch_tokens: int = 4096
+    width: int | None = None
     lr: float = 3e-3
-    loss: str = "kl"
     seed: int = 0
     optimizer: str = "auto"
     ridge: float = 5.0
+    warmup: int = 0
+    final_lr: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
 
 
 class Features(NamedTuple):
-    """One training example a position: what each student sees [N, ...], and the teacher's hazards [N, R-1]."""
+    """One training example a position: what students see by name [N, ...], and what they learn from [N, ...]."""
 
-    inputs: tuple[Tensor, ...]
-    hazards: Tensor
+    blocks: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    index: int = 0
+    """Number of the batch, from 0; of features in memory 0."""
+
+    @property
+    def num(self) -> int:
+        """N."""
+        return len(next(iter(self.targets.values())))
+
+    def rows(self, chosen: Tensor) -> Features:
+        """The examples of `chosen` [n]."""
+        parts = ({name: x[chosen] for name, x in part.items()} for part in (self.blocks, self.targets))
+        return Features(*parts, self.index)
 
 
 class Teaching:
-    """A frozen teacher that turns documents into features for its students."""
+    """A frozen teacher, its students, and the policy and plan they are trained under.
 
-    def __init__(self, model: LoopedLM, students: list[Student], deployment: Deployment, plan: Plan) -> None:
-        self.model, self.students, self.deployment, self.plan = model, students, deployment, plan
+    `baselines` are trained beside the students, to be held against them. `table` gathers what the teacher says of each
+    token id, for another baseline.
+    """
 
-    def features(self, batch: Sequences, index: int) -> Features:
+    def __init__(
+        self,
+        model: LoopedLM,
+        students: list[Student],
+        deployment: Deployment,
+        plan: Plan,
+        baselines: Sequence[Student] = (),
+    ) -> None:
+        self.model, self.students, self.deployment, self.plan = model, [*students, *baselines], deployment, plan
+        self.needs = [*dict.fromkeys(name for student in self.students for name in student.needs)]
+        self.targets = [*dict.fromkeys(student.target for student in self.students)]
+        self.floors = [deployment.floor(student.min_depth) for student in students]
+        self.table = TokenTable()
+
+    @torch.no_grad()
+    def features(self, batch: Batch, index: int) -> Features:
         """Features of a batch; its thresholds are drawn from (seed, index), and the floors of the exits alternate
         between those of the students, so that each meets the contexts it will cause."""
-        batch = Sequences(*(part.to(self.model.device) for part in batch))
-        rows = len(batch.tokens)
-        generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
-        span = self.deployment.high - self.deployment.low
-        thresholds = self.deployment.low + span * torch.rand(rows, generator=generator)
-        turn = torch.randperm(rows, generator=generator) % len(self.students)
-        floors = torch.tensor([student.min_depth for student in self.students])[turn]
         device = self.model.device
-        seen = walk(self.model, batch, self.deployment.policy(self.model, thresholds.to(device), floors.to(device)))
-        where = self.deployment.trained_on(batch)
-        inputs = tuple(student.inputs(self.model, batch, seen, where) for student in self.students)
-        return Features(inputs, teacher_hazards(self.model, seen, where).float())
+        batch = batch.to(device)
+        count = batch.num_sequences
+        generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + index)
+        thresholds = self.deployment.draw(count, generator)
+        turn = torch.randperm(count, generator=generator) % len(self.floors)
+        floors = torch.tensor(self.floors)[turn]
+        seen = walk(self.model, batch, self.deployment.policy(batch, thresholds.to(device), floors.to(device)))
+        sights = Sights(self.model, batch, seen, self.deployment.trained_on(batch))
+        blocks = {name: sights.block(name) for name in self.needs}
+        targets = {name: sights.target(name, self.deployment.teacher) for name in self.targets}
+        own = curve_of(self.deployment.teacher, sights.seen)
+        self.table.add(sights.tokens, own)
+        return Features(blocks, targets, index)
 
-    def stream(self, documents: Iterator[Document]) -> Iterator[tuple[Sequences, int]]:
-        """Batches with their index."""
-        for index, batch in enumerate(batches(documents, self.plan.batch_tokens, self.plan.seed)):
-            yield batch, index
+    def feed(self, documents: Documents, place: Place | None = None) -> Feed:
+        """Batches with their index, from a noted place on; made ahead where a GPU does the rest."""
+        shape = Shape(self.plan.batch_tokens, self.plan.width)
+        return Feed(documents, shape, self.plan.seed, place, ahead=self.model.device.type == "cuda")
 
     @property
     def cached(self) -> bool:
         """All features fit in memory."""
-        numbers = sum(student.num_inputs for student in self.students)
-        return 4 * numbers * self.plan.tokens <= _CACHE_BYTES
+        width = self.model.config.hidden_size
+        vectors = sum(name in ("embedding", "state") or name[0] == "z" for name in self.needs)
+        return 4 * vectors * width * self.plan.tokens <= _CACHE_BYTES
 
     @property
     def lbfgs(self) -> bool:
@@ -117,9 +191,8 @@ class Teaching:
             raise LoopedError(
                 f"the features of {self.plan.tokens} tokens do not fit memory, which lbfgs needs; use adamw"
             )
-        return self.plan.optimizer == "lbfgs" or (
-            self.plan.optimizer == "auto" and self.cached and self.plan.loss == "kl"
-        )
+        smooth = all(student.spec.loss != "paper" for student in self.students)
+        return self.plan.optimizer == "lbfgs" or (self.plan.optimizer == "auto" and self.cached and smooth)
 
     @property
     def steps(self) -> int:
@@ -133,17 +206,17 @@ class Teaching:
         return max(1, round(self.plan.tokens / self.plan.batch_tokens))
 
 
-def collect(teaching: Teaching, documents: Iterator[Document]) -> Features:
+def collect(teaching: Teaching, documents: Documents) -> Features:
     """Features of the plan's number of tokens, made once."""
     parts: list[Features] = []
     wanted, done = teaching.plan.tokens, 0
     with progress(wanted, "teacher (tokens)") as bar:
-        for batch, index in teaching.stream(documents):
+        for batch, index in teaching.feed(documents):
             if done >= wanted:
                 break
             parts.append(teaching.features(batch, index))
-            read = min(int(batch.lengths.sum()), wanted - done)
+            read = min(batch.num_tokens, wanted - done)
             done += read
             bar.advance(read)
-    inputs = tuple(torch.cat([part.inputs[i] for part in parts]) for i in range(len(teaching.students)))
-    return Features(inputs, torch.cat([part.hazards for part in parts]))
+    blocks = {name: torch.cat([part.blocks[name] for part in parts]) for name in teaching.needs}
+    return Features(blocks, {name: torch.cat([part.targets[name] for part in parts]) for name in teaching.targets})

@@ -1,64 +1,84 @@
-"""How good a distilled gate is: held-out agreement with its teacher, thresholds, baselines, and a run of its own."""
+"""How good gates are: held-out agreement with their teacher, thresholds, baselines, and a run of their own."""
 
-# B sequences, T tokens, N positions, R loop steps
+# N positions, R loop steps
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from looped.gates import calibration
-from looped.gates.calibration import Curve, agreement, exit_depths
-from looped.gates.losses import hazard_kl
+from looped.gates import Gate
+from looped.gates.calibration import (
+    GRID,
+    TARGET_GRID,
+    agreement,
+    confusion,
+    curve,
+    exit_depths,
+    mean_depth,
+    threshold_for,
+    threshold_table,
+    weighted_kappa,
+)
+from looped.gates.dial import Curve, first_depth
+from looped.gates.losses import fold, hazard_kl, survival_before
 from looped.model import LoopedLM
-from looped.progress import progress
 from looped.train.distill import Deployment
-from looped.train.distill_data import Document, batches
-from looped.train.students import Student, folded_hazards, read, teacher_hazards
-from looped.train.walk import ExitPolicy, Sequences, Walk, walk
+from looped.train.distill_data import Document
+from looped.train.gate_calibrate import Wanted, calibrate
+from looped.train.gate_metrics import (
+    Bin,
+    Exits,
+    Point,
+    area,
+    auroc_by_depth,
+    brier,
+    calibration_error,
+    depth_curve,
+    judge,
+    mean_at,
+    random_exits,
+    reliability,
+)
+from looped.train.held_walk import Held, Parts, Said, deployed, observe
+from looped.train.token_table import TokenTable
 
-
-class Part(NamedTuple):
-    """Held-out positions of one kind: teacher hazards [N, R-1], student logits, losses at every depth [N, R] (of a
-    prompt the first alone), and the exit depth of the token before [N]."""
-
-    hazards: Tensor
-    logits: Tensor
-    losses: Tensor
-    before: Tensor
-
-
-class HeldOut(NamedTuple):
-    """Decode positions, and prompt positions where the gate can act there too."""
-
-    decode: Part
-    prompt: Part | None
+_CHANGE_POINTS = 8
+_SAFE = 1e-6
+LINEAR = "linear on embedding"
+"""The baseline that is trained beside the students."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Student against teacher at one pair of thresholds, chosen so that their mean depths agree."""
+    """Gate against teacher at one pair of thresholds."""
 
     agreement: float
     kappa: float
     within_one: float
     mean_depth: float
     teacher_mean_depth: float
+    positions: int
 
 
 @dataclass(frozen=True)
 class GateReport:
     """Held-out quality of one gate, on decode positions unless said otherwise; losses in nats a token.
 
-    The teacher is folded at the gate's min_depth; `raw_*` is the teacher as it is. Contexts leave at the teacher's
-    exits at `teacher_threshold`; in `deployed_*` they leave at the gate's own, at `threshold`.
+    The teacher is folded at `floor`, the gate's min_depth; `raw_*` is the teacher as it is. Contexts leave at the
+    teacher's exits at `teacher_threshold`; in `deployed_*` they leave at the gate's own, at `threshold`, which gives
+    the teacher's mean depth. What needs hazards, or thresholds that mean the same, is None where there are none.
+    `ece_*`: distance of predicted hazards from the teacher's, and from whether a loop says already what the last says.
     """
 
     gate: str
+    kind: str
+    teacher: str
+    floor: int
     threshold: float
     teacher_threshold: float
     agreement: float
@@ -66,163 +86,203 @@ class GateReport:
     within_one: float
     mean_depth: float
     teacher_mean_depth: float
-    agreement_same_threshold: float
+    agreement_same_threshold: float | None
     mean_agreement: float
-    max_depth_gap: float
+    max_depth_gap: float | None
     raw_agreement: float
     raw_mean_depth: float
-    kl: float
+    confusion: list[list[int]]
+    auroc: dict[str, float | None]
+    kl: float | None
+    brier: float | None
+    ece_teacher: float | None
+    ece_oracle: float | None
     ce: float
+    ce_regret: float
     teacher_ce: float
     full_depth_ce: float
+    same_token: float
+    underthinking: float
+    overthinking: float
+    teacher_exits: Exits
+    area: float
     constant_agreement: float
     previous_agreement: float
     previous_kappa: float
+    baselines: dict[str, Exits]
     prompt: Score | None
     deployed_mean_depth: float
     deployed_ce: float
     positions: int
-    thresholds: list[dict[str, float]]
+    thresholds: list[dict[str, Any]]
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+    depth_curve: list[Point] = field(default_factory=list)
+    reliability_teacher: list[Bin] = field(default_factory=list)
+    reliability_oracle: list[Bin] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What gates are scored on: documents, deployment, the teacher's threshold, and what thresholds are wanted for."""
+
+    documents: list[Document]
+    deployment: Deployment
+    teacher_threshold: float
+    batch_tokens: int
+    wanted: Wanted = field(default_factory=Wanted)
 
 
 def evaluate(
-    model: LoopedLM,
-    student: Student,
-    documents: list[Document],
-    deployment: Deployment,
-    teacher_threshold: float,
-    batch_tokens: int,
+    model: LoopedLM, gates: Mapping[str, Gate], trial: Trial, table: TokenTable, baselines: Mapping[str, Gate]
+) -> list[GateReport]:
+    """Score gates, by the names they are saved under, and find their thresholds for the teacher's mean depth.
+
+    `baselines` are gates that they are held against; `table` is another.
+    """
+    reports = {}
+    floors = {name: trial.deployment.floor(gate.min_depth) for name, gate in gates.items()}
+    for floor in sorted(set(floors.values())):
+        group = {name: gate for name, gate in gates.items() if floors[name] == floor}
+        parts = observe(
+            model,
+            group | dict(baselines),
+            trial.documents,
+            trial.deployment,
+            trial.teacher_threshold,
+            trial.batch_tokens,
+            floor,
+        )
+        others = _baselines(parts.decode, trial.teacher_threshold, table, baselines)
+        for name, gate in group.items():
+            reports[name] = _report(model, name, gate, parts, trial, others)
+    return [reports[name] for name in gates]
+
+
+def _baselines(held: Held, threshold: float, table: TokenTable, trained: Mapping[str, Gate]) -> dict[str, Exits]:
+    """The gates that have to be beaten, those with a dial at the teacher's mean depth."""
+    wanted = exit_depths(held.teacher.curve, threshold)
+    constant = torch.full_like(wanted, int(torch.bincount(wanted).argmax()))
+    found = {"constant depth": constant, "previous token's depth": held.before.clamp_min(held.floor)}
+    loops = held.right.shape[1]
+    change = Curve(held.changes[:, held.floor - 1 : loops - 1].double().cummin(-1).values, held.floor, below=True)
+    dials = {"hidden-state change": change}
+    by_token = table.curve(held.tokens, held.floor)
+    if by_token is not None:
+        dials["per-token table"] = by_token
+    dials |= {name: held.gates[name].curve.from_depth(held.floor) for name in trained}
+    mean = float(wanted.double().mean())
+    found |= {name: exit_depths(dial, threshold_for(dial, mean)) for name, dial in dials.items()}
+    judged = {name: judge(depths, wanted, held.losses, held.right) for name, depths in found.items()}
+    return judged | {"random exits": random_exits(wanted, held.losses, held.right)}
+
+
+def _report(
+    model: LoopedLM, name: str, gate: Gate, parts: Parts, trial: Trial, baselines: dict[str, Exits]
 ) -> GateReport:
-    """Score a student on held-out documents and find its threshold for the teacher's mean depth."""
-    seen = observe(model, student, documents, deployment, teacher_threshold, batch_tokens)
-    teacher, mine = _curves(student, seen.decode)
-    wanted = exit_depths(teacher, teacher_threshold)
-    threshold = round(calibration.threshold_for(mine, float(wanted.double().mean())), 6)
+    held, asked = parts.decode, trial.teacher_threshold
+    mine, teacher = held.gates[name].curve, held.teacher.curve
+    wanted = exit_depths(teacher, asked)
+    threshold = float(f"{threshold_for(mine, float(wanted.double().mean())):.6g}")
     exits = exit_depths(mine, threshold)
-    raw = exit_depths(calibration.curve(seen.decode.hazards.double(), 1), teacher_threshold)
-    score = _score(mine, teacher, threshold, teacher_threshold)
-    table = calibration.threshold_table(mine, teacher)
-    depth, ce = deployed(model, student, documents, deployment, threshold, batch_tokens)
-    num_loops = model.config.max_loops
+    raw = wanted
+    if held.teacher.hazards is not None:
+        raw = exit_depths(curve(held.teacher.hazards.double(), 1), asked)
+    comparable = mine.below == teacher.below
+    grid = tuple(_grid(trial.deployment, teacher))
+    table = threshold_table(mine, teacher, grid)
+    target = [row for row in table if teacher.below or row["threshold"] in TARGET_GRID]
+    if not comparable:
+        table = [{k: v for k, v in row.items() if k not in ("mean_depth", "agreement")} for row in table]
+    judged = judge(exits, wanted, held.losses, held.right)
+    points = depth_curve(mine, held.losses, held.right)
+    hazards = _Hazards.of(gate, held.gates[name], held)
+    depth, ce = deployed(model, gate, trial.documents, trial.deployment, threshold, trial.batch_tokens)
+    prompt = parts.prompt
     return GateReport(
-        gate=student.kind,
+        gate=name,
+        kind=gate.name,
+        teacher=trial.deployment.teacher.name,
+        floor=held.floor,
         threshold=threshold,
-        teacher_threshold=teacher_threshold,
-        **vars(score),
-        agreement_same_threshold=agreement(exit_depths(mine, teacher_threshold), wanted),
-        mean_agreement=sum(row["agreement"] for row in table) / len(table),
-        max_depth_gap=max(abs(row["mean_depth"] - row["teacher_mean_depth"]) for row in table),
+        teacher_threshold=asked,
+        agreement=judged.agreement,
+        kappa=judged.kappa,
+        within_one=judged.within_one,
+        mean_depth=judged.mean_depth,
+        teacher_mean_depth=float(wanted.double().mean()),
+        agreement_same_threshold=agreement(exit_depths(mine, asked), wanted) if comparable else None,
+        mean_agreement=sum(row["matched_agreement"] for row in table) / len(table),
+        max_depth_gap=max(abs(r["mean_depth"] - r["teacher_mean_depth"]) for r in target) if comparable else None,
         raw_agreement=agreement(exits, raw),
         raw_mean_depth=float(raw.double().mean()),
-        kl=float(hazard_kl(seen.decode.logits, folded_hazards(student, seen.decode.hazards)).mean()),
-        ce=_mean_at(seen.decode.losses, exits),
-        teacher_ce=_mean_at(seen.decode.losses, wanted),
-        full_depth_ce=float(seen.decode.losses[:, -1].mean()),
-        constant_agreement=float(torch.bincount(wanted).max()) / len(wanted),
-        previous_agreement=agreement(seen.decode.before, wanted),
-        previous_kappa=calibration.weighted_kappa(seen.decode.before, wanted, num_loops),
-        prompt=None if seen.prompt is None else _prompt_score(student, seen.prompt, threshold, teacher_threshold),
+        confusion=confusion(exits, wanted, held.right.shape[1]).tolist(),
+        auroc=auroc_by_depth(mine, wanted),
+        kl=hazards.kl if hazards else None,
+        brier=None if mine.below else brier(mine, wanted),
+        ece_teacher=calibration_error(hazards.teacher) if hazards else None,
+        ece_oracle=calibration_error(hazards.oracle) if hazards else None,
+        ce=judged.ce,
+        ce_regret=judged.ce_regret,
+        teacher_ce=mean_at(held.losses, wanted),
+        full_depth_ce=float(held.losses[:, -1].double().mean()),
+        same_token=judged.same_token,
+        underthinking=judged.underthinking,
+        overthinking=judged.overthinking,
+        teacher_exits=judge(wanted, wanted, held.losses, held.right),
+        area=area(points, held.right.shape[1]),
+        constant_agreement=baselines["constant depth"].agreement,
+        previous_agreement=baselines["previous token's depth"].agreement,
+        previous_kappa=baselines["previous token's depth"].kappa,
+        baselines=baselines,
+        prompt=_prompt(prompt, name, threshold, asked) if prompt is not None and name in prompt.gates else None,
         deployed_mean_depth=depth,
         deployed_ce=ce,
-        positions=len(wanted),
+        positions=held.num,
         thresholds=table,
+        calibration=calibrate(mine, held, trial.wanted),
+        depth_curve=points,
+        reliability_teacher=hazards.teacher if hazards else [],
+        reliability_oracle=hazards.oracle if hazards else [],
     )
 
 
-def _curves(student: Student, part: Part) -> tuple[Curve, Curve]:
-    """Teacher (folded) and student."""
-    teacher = calibration.curve(part.hazards.double(), 1).from_depth(student.min_depth)
-    return teacher, calibration.curve(torch.sigmoid(part.logits.double()), student.min_depth)
+@dataclass(frozen=True)
+class _Hazards:
+    """Predicted hazards against the teacher's, where both have some."""
+
+    kl: float
+    teacher: list[Bin]
+    oracle: list[Bin]
+
+    @classmethod
+    def of(cls, gate: Gate, said: Said, held: Held) -> _Hazards | None:
+        if said.hazards is None or held.teacher.hazards is None:
+            return None
+        mine = fold(said.hazards.double(), held.floor - first_depth(gate) + 1)
+        teacher = fold(held.teacher.hazards.double(), held.floor)
+        weight = survival_before(teacher)
+        right: Tensor = held.right[:, held.floor - 1 : -1].double()
+        kl = float(hazard_kl(torch.logit(mine, eps=_SAFE), teacher).mean())
+        return cls(kl, reliability(mine, teacher, weight), reliability(mine, right, weight))
 
 
-def _score(mine: Curve, teacher: Curve, threshold: float, teacher_threshold: float) -> Score:
-    exits, wanted = exit_depths(mine, threshold), exit_depths(teacher, teacher_threshold)
+def _grid(deployment: Deployment, teacher: Curve) -> list[float]:
+    """Teacher thresholds to compare at; of a criterion evenly spread logarithms."""
+    if not teacher.below:
+        return [*GRID]
+    ratio = deployment.high / max(deployment.low, 1e-9)
+    low = max(deployment.low, 1e-9)
+    return [float(f"{low * ratio ** (i / (_CHANGE_POINTS - 1)):.3g}") for i in range(_CHANGE_POINTS)]
+
+
+def _prompt(held: Held, name: str, threshold: float, asked: float) -> Score:
+    mine, teacher = held.gates[name].curve, held.teacher.curve
+    exits, wanted = exit_depths(mine, threshold), exit_depths(teacher, asked)
     return Score(
         agreement=agreement(exits, wanted),
-        kappa=calibration.weighted_kappa(exits, wanted, teacher.max_depth),
+        kappa=weighted_kappa(exits, wanted, teacher.max_depth),
         within_one=float(((exits - wanted).abs() <= 1).double().mean()),
-        mean_depth=float(exits.double().mean()),
+        mean_depth=mean_depth(mine, threshold),
         teacher_mean_depth=float(wanted.double().mean()),
+        positions=held.num,
     )
-
-
-def _prompt_score(student: Student, part: Part, threshold: float, teacher_threshold: float) -> Score:
-    teacher, mine = _curves(student, part)
-    return _score(mine, teacher, threshold, teacher_threshold)
-
-
-def _mean_at(losses: Tensor, depths: Tensor) -> float:
-    """Mean of losses [N, R] at depths [N]."""
-    return float(losses.gather(1, depths[:, None] - 1).double().mean())
-
-
-@torch.no_grad()
-def observe(
-    model: LoopedLM,
-    student: Student,
-    documents: list[Document],
-    deployment: Deployment,
-    threshold: float,
-    batch_tokens: int,
-) -> HeldOut:
-    """What teacher and student say at held-out positions, when contexts leave at the teacher's exits at `threshold`."""
-    decode, prompt = [], []
-    for batch in _batches(model, documents, batch_tokens, f"held-out, {student.kind} (tokens)"):
-        seen = walk(model, batch, deployment.policy(model, *_same(batch, threshold, student.min_depth)))
-        decode.append(_part(model, student, batch, seen, batch.decode, with_losses=True))
-        if student.kind == "lookahead":
-            prompt.append(_part(model, student, batch, seen, batch.prompt, with_losses=False))
-    return HeldOut(_joined(decode), _joined(prompt) if prompt else None)
-
-
-def _part(model: LoopedLM, student: Student, batch: Sequences, seen: Walk, where: Tensor, *, with_losses: bool) -> Part:
-    following = batch.tokens.roll(-1, 1)[where]
-    losses = [read(model, h[where], following).surprisal for h in seen.states[: None if with_losses else 1]]
-    before = seen.depths.roll(1, 1)
-    before[:, 0] = model.config.max_loops
-    inputs = student.inputs(model, batch, seen, where)
-    hazards = teacher_hazards(model, seen, where).float()
-    return Part(hazards, student(inputs), torch.stack(losses, -1), before[where])
-
-
-def _joined(parts: list[Part]) -> Part:
-    return Part(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-@torch.no_grad()
-def deployed(
-    model: LoopedLM,
-    student: Student,
-    documents: list[Document],
-    deployment: Deployment,
-    threshold: float,
-    batch_tokens: int,
-) -> tuple[float, float]:
-    """Mean depth and loss of decode positions when every token leaves where the student says."""
-    gate = student.gate(model)
-    depths, losses = [], []
-    # Token by token a pass is small, so more sequences at once pay; the cache of all planes sets the bound.
-    size = batch_tokens * (2 if gate.uses_carry else 1)
-    for batch in _batches(model, documents, size, f"deployed, {student.kind} (tokens)"):
-        policy = ExitPolicy(
-            deployment.layout, deployment.ragged_prefill, gate, *_same(batch, threshold, student.min_depth)
-        )
-        seen = walk(model, batch, policy)
-        depths.append(seen.depths[batch.decode])
-        at_exit = seen.at(seen.depths)[batch.decode]
-        losses.append(read(model, at_exit, batch.tokens.roll(-1, 1)[batch.decode]).surprisal)
-    return float(torch.cat(depths).double().mean()), float(torch.cat(losses).double().mean())
-
-
-def _batches(model: LoopedLM, documents: list[Document], batch_tokens: int, name: str) -> Iterator[Sequences]:
-    """Batches on the model's device, with a progress bar in tokens."""
-    with progress(sum(len(document.token_ids) for document in documents), name) as bar:
-        for batch in batches(documents, batch_tokens):
-            yield Sequences(*(part.to(model.device) for part in batch))
-            bar.advance(int(batch.lengths.sum()))
-
-
-def _same(batch: Sequences, threshold: float, min_depth: int) -> tuple[Tensor, Tensor]:
-    """The same threshold and floor for every sequence: [B] each."""
-    floor = torch.full_like(batch.lengths, min_depth)
-    return torch.full(floor.shape, threshold, dtype=torch.float64, device=floor.device), floor

@@ -1,60 +1,56 @@
-"""Gates in training: what each kind sees, its heads, and the finished gate."""
+"""Gates in training: what each kind sees, its heads, what it learns, and the finished gate."""
 
-# B sequences, T tokens, N positions, D width, R loop steps, F features, V vocabulary
+# N positions, D width, R loop steps
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from looped.errors import LoopedError, unknown
-from looped.gates import Carry, HybridGate, LookaheadGate, OuroGate, PreLoopGate
-from looped.gates.hazard import Hidden, TrainedGate, pre_loop_features
-from looped.gates.losses import fold
+from looped.errors import LoopedError
+from looped.gates import (
+    ConvergenceGate,
+    DelayGate,
+    ForeseenConvergenceGate,
+    Gate,
+    HybridGate,
+    LookaheadGate,
+    PreLoopGate,
+)
+from looped.gates.foreseen import log_change
+from looped.gates.hazard import SameStepGate, Stage2Gate, hazard_logits
+from looped.gates.losses import distillation_loss, improvement_weights, paper_loss
+from looped.gates.trained import TrainedGate
 from looped.model import LoopedLM
-from looped.model.attention import dense_causal
-from looped.train.walk import Sequences, Walk
+from looped.train.heads import Finished, Heads
+from looped.train.student_spec import CRITERIA, Spec
 
-_LOGITS_AT_ONCE = 1 << 26
-_SMALLEST_SPREAD = 1e-6
-_DROPOUT = 0.1
-
-
-class Reading(NamedTuple):
-    """What the head makes of states: entropy and surprisal of the next token, [N] nats, at least float32."""
-
-    entropy: Tensor
-    surprisal: Tensor
-
-
-@torch.no_grad()
-def read(model: LoopedLM, h: Tensor, following: Tensor) -> Reading:
-    """Entropy and surprisal of the tokens `following` [N] after states h [N, D] of a fully looped model."""
-    size = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
-    entropy, surprisal = [], []
-    for states, tokens in zip(torch.split(h, size), torch.split(following, size), strict=True):
-        logits = model.coda(states, torch.zeros_like(tokens), dense_causal)
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        entropy.append(-(log_p.exp() * log_p).sum(-1))
-        surprisal.append(-log_p.gather(-1, tokens[:, None])[:, 0])
-    return Reading(torch.cat(entropy), torch.cat(surprisal))
+Blocks = Mapping[str, Tensor]
+_NEVER = -50.0
+"""Logit of a hazard that is none."""
 
 
 class Student(nn.Module, ABC):
-    """A gate in training: sees numbers of a position, predicts its hazards from depth `min_depth` on."""
+    """A gate in training. It sees `needs`, blocks of numbers [N, ...] by name (`sights.Sights.block`), and predicts
+    hazards from depth `first` on; its exits are held against the teacher's from `min_depth` on."""
 
-    kind: ClassVar[str]
-    min_depth: ClassVar[int]
+    first = 1
+    min_depth = 1
+    needs: tuple[str, ...] = ()
+    target = "hazards"
+    """What it learns from: a name of `sights.Sights.target`."""
 
-    @property
-    @abstractmethod
-    def num_inputs(self) -> int:
-        """Numbers the gate sees of one position."""
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        super().__init__()
+        self.spec, self.config = spec, model.config
+        self.standardise, self.threshold = True, 0.5
+        if spec.target != "teacher":
+            self.target = "losses"
 
     @property
     @abstractmethod
@@ -62,245 +58,313 @@ class Student(nn.Module, ABC):
         """The sets of heads it is made of."""
 
     @abstractmethod
-    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
-        """What the gate sees at the positions `where` [B, T]: [N, ...] float32."""
+    def forward(self, blocks: Blocks) -> Tensor:
+        """Logits [N, R - first] of predicted hazards."""
 
     @abstractmethod
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits [N, R - min_depth] of predicted hazards."""
-
-    @abstractmethod
-    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        """Set what depends on data from a first batch: inputs [N, ...] and teacher hazards [N, R-1]."""
-
-    @abstractmethod
-    def gate(self, model: LoopedLM) -> TrainedGate | HybridGate:
+    def gate(self, model: LoopedLM) -> Gate:
         """The finished gate, bound to its teacher."""
 
+    def prepare(self, blocks: Blocks, target: Tensor) -> None:
+        """Set what depends on data from a first batch: inputs and targets [N, ...]."""
 
-class Heads(Student):
-    """Linear heads in float32, one a hazard: weight [R - min_depth, F] and bias of lambda from `min_depth` to R-1.
+    def objective(self, blocks: Blocks, target: Tensor) -> Tensor:
+        """What its predictions cost, a mean over positions."""
+        return distillation_loss(self.spec.loss, self(blocks), self.hazards(target), self.first, self.threshold)
 
-    Weights act on standardised inputs, with mean and scale taken from a first batch, so that one step size and one
-    ridge suit every input; the finished gate has them folded in. `hidden` units in a layer beside the heads start
-    without effect; while `linear` is set they are left out.
-    """
+    def hazards(self, target: Tensor) -> Tensor:
+        """The hazards lambda_1..lambda_{R-1} to learn, [N, R - 1]: the teacher's, or labels from losses [N, R]."""
+        if self.spec.target == "teacher":
+            return target
+        stop = 1 - improvement_weights(target)  # for t = 2..R
+        if self.spec.target == "prospective":
+            return stop
+        return torch.cat((torch.zeros_like(stop[:, :1]), stop[:, :-1]), -1)
 
-    gate_class: ClassVar[type[TrainedGate]]
-    mean: Tensor
-    scale: Tensor
 
-    def __init__(self, model: LoopedLM, num_heads: int, num_features: int, hidden: int, num_layers: int) -> None:
-        super().__init__()
-        if num_heads < 1:
-            raise LoopedError(
-                f"{model.name} runs {model.config.max_loops} loops; a {self.kind} gate needs {self.min_depth + 1}"
-            )
-        self.weight = nn.Parameter(torch.zeros(num_heads, num_features, device=model.device))
-        self.bias = nn.Parameter(torch.zeros(num_heads, device=model.device))
-        self.register_buffer("mean", torch.zeros_like(self.weight.detach()))
-        self.register_buffer("scale", torch.ones_like(self.weight.detach()))
-        self.linear = hidden == 0
-        self.hidden = nn.ParameterList()
-        if hidden:
-            generator = torch.Generator().manual_seed(0)
-            start = torch.randn(num_layers, hidden, num_features, generator=generator) / num_features**0.5
-            parts = (start, torch.zeros(num_layers, hidden), torch.zeros(num_heads, hidden))
-            self.hidden.extend(nn.Parameter(part.to(model.device)) for part in parts)
+def _made(kind: type[TrainedGate], heads: Finished, model: LoopedLM, inputs: tuple[str, ...] | None = None) -> Any:
+    hidden = heads.hidden
+    gate = kind(
+        heads.weight.detach(),
+        heads.bias.detach().clone(),
+        type(hidden)(*(x.detach() for x in hidden)) if hidden else None,
+        hidden_size=model.config.hidden_size,
+        max_loops=model.config.max_loops,
+        teacher=model.name,
+        revision=model.revision,
+        inputs=inputs,
+    )
+    return gate.bind(model)
 
-    @property
-    def num_inputs(self) -> int:
-        return self.weight.shape[1]
+
+def _needs_loops(model: LoopedLM, kind: str, least: int) -> None:
+    if model.config.max_loops < least:
+        raise LoopedError(f"{model.name} runs {model.config.max_loops} loops; a {kind} gate needs {least}")
+
+
+def _start_as(model: LoopedLM, heads: Heads) -> None:
+    """Begin as the model's own gate, where it has one, on the first D inputs."""
+    if model.exit_gate is None:
+        return
+    with torch.no_grad():
+        heads.weight[:, : model.config.hidden_size].copy_(model.exit_gate.weight)
+        heads.bias.copy_(model.exit_gate.bias)
+
+
+class StepStudent(Student):
+    """Heads on the readouts z_r of the steps in `seen_at`, that begin as the model's own gate."""
+
+    def __init__(
+        self, spec: Spec, model: LoopedLM, seen_at: range, num_features: int, heads: int | None = None
+    ) -> None:
+        super().__init__(spec, model)
+        self.seen_at = seen_at
+        shared, single = spec.sharing == "shared", spec.sharing == "single"
+        num_heads = len(seen_at) if heads is None else heads
+        self.heads = Heads(num_heads, num_features, spec.hidden, steps=True, shared=shared, single=single)
+        if spec.change:
+            self.needs = tuple(f"z{r}" for r in range(seen_at.start - 1, seen_at.stop))
+        else:
+            self.needs = tuple(f"z{r}" for r in seen_at)
 
     @property
     def parts(self) -> tuple[Heads, ...]:
-        return (self,)
+        return (self.heads,)
 
-    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        weight, bias = self.heads()
-        self.mean.copy_(inputs.mean(0))
-        spread = inputs.std(0)
-        self.scale.copy_(torch.where(spread > _SMALLEST_SPREAD, spread, torch.ones_like(spread)))
-        with torch.no_grad():
-            self.weight.copy_(weight * self.scale)
-            self.bias.copy_(bias + (weight * self.mean).sum(-1))
+    def inputs(self, blocks: Blocks) -> list[Tensor]:
+        """What each head sees: [N, F] each."""
+        states = [blocks[f"z{r}"] for r in self.seen_at]
+        if not self.spec.change:
+            return states
+        return [torch.cat((z, z - blocks[f"z{r - 1}"]), -1) for r, z in zip(self.seen_at, states, strict=True)]
 
-    def heads(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias as they act on inputs as they are."""
-        weight = self.weight / self.scale
-        return weight, self.bias - (weight * self.mean).sum(-1)
+    def forward(self, blocks: Blocks) -> Tensor:
+        logits: Tensor = self.heads(self.inputs(blocks))
+        return logits
 
-    def layer(self) -> Hidden:
-        """The hidden layer as it acts on inputs as they are."""
-        weight, bias, out = self.hidden
-        raw = weight / self.scale[: len(weight), None]
-        return Hidden(raw, bias - (raw * self.mean[: len(weight), None]).sum(-1), out)
-
-    def activate(self, x: Tensor) -> Tensor:
-        """The hidden units' non-linearity, with dropout while training."""
-        return F.dropout(F.gelu(x), _DROPOUT, self.training)
-
-    def gate(self, model: LoopedLM) -> TrainedGate:
-        config = model.config
-        weight, bias = self.heads()
-        trained = self.gate_class(
-            weight.detach(),
-            bias.detach(),
-            Hidden(*(x.detach() for x in self.layer())) if self.hidden else None,
-            hidden_size=config.hidden_size,
-            max_loops=config.max_loops,
-            teacher=model.name,
-            revision=model.revision,
-        )
-        return trained.bind(model)
+    def prepare(self, blocks: Blocks, target: Tensor) -> None:
+        if self.standardise:
+            self.heads.standardise(self.inputs(blocks))
 
 
-class LookaheadStudent(Heads):
-    """One head a step on z_r, r = 1..R-2, that starts as the teacher's own head and learns lambda_{r+1}."""
+class LookaheadStudent(StepStudent):
+    """lambda_{r+1} from z_r, r = 1..R-2."""
 
-    kind, min_depth, gate_class = "lookahead", LookaheadGate.min_depth, LookaheadGate
+    first, min_depth = 2, LookaheadGate.min_depth
 
-    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
-        config = model.config
-        super().__init__(model, config.max_loops - 2, config.hidden_size, hidden, num_layers=config.max_loops - 2)
-        assert model.exit_gate is not None
-        with torch.no_grad():
-            self.weight.copy_(model.exit_gate.weight)
-            self.bias.copy_(model.exit_gate.bias)
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        _needs_loops(model, spec.kind, 3)
+        width = model.config.hidden_size * (2 if spec.change else 1)
+        super().__init__(spec, model, range(1, model.config.max_loops - 1), width)
+        if spec.target == "teacher":
+            _start_as(model, self.heads)
 
-    @property
-    def num_inputs(self) -> int:
-        return self.weight.numel()
-
-    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
-        steps = seen.states[: model.config.max_loops - 2]
-        return torch.stack([model.readout(h[where]) for h in steps], 1).float()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        weight, bias = self.heads()
-        logits = torch.stack([inputs[:, r] @ head for r, head in enumerate(weight)], -1) + bias
-        if self.linear:
-            return logits
-        layer = self.layer()
-        active = [inputs[:, r] @ w.T + b for r, (w, b) in enumerate(zip(layer.weight_KMF, layer.bias_KM, strict=True))]
-        return logits + (self.activate(torch.stack(active, 1)) * layer.out_NM).sum(-1)
+    def gate(self, model: LoopedLM) -> LookaheadGate:
+        inputs = ("state", "change") if self.spec.change else ("state",)
+        gate: LookaheadGate = _made(LookaheadGate, self.heads.finished(), model, inputs)
+        return gate
 
 
-class PreLoopStudent(Heads):
+class SameStepStudent(StepStudent):
+    """lambda_r from z_r, as the teacher computes it, from scratch."""
+
+    min_depth = SameStepGate.min_depth
+
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        _needs_loops(model, spec.kind, 3)
+        super().__init__(spec, model, range(1, model.config.max_loops), model.config.hidden_size)
+
+    def objective(self, blocks: Blocks, target: Tensor) -> Tensor:
+        if self.spec.loss == "paper":
+            return paper_loss(self(blocks), target, self.first, self.min_depth)
+        return super().objective(blocks, target)
+
+    def gate(self, model: LoopedLM) -> SameStepGate:
+        gate: SameStepGate = _made(SameStepGate, self.heads.finished(), model)
+        return gate
+
+
+class Stage2Student(StepStudent):
+    """Whether to go on from how much loops lower the loss (Ouro, stage II).
+
+    `retrospective`, as published: z_t learns whether loop t helped, t = 2..R; lambda_1 has no label and stays what the
+    model's own gate says, or zero where it has none. `prospective`: z_t learns whether loop t + 1 will help.
+    """
+
+    target = "losses"
+    first_weight: Tensor
+    first_bias: Tensor
+
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        _needs_loops(model, spec.kind, 3)
+        loops = model.config.max_loops
+        super().__init__(spec, model, range(1, loops), model.config.hidden_size)
+        self.retrospective = spec.target == "retrospective"
+        self.min_depth = 2 if self.retrospective else 1
+        if self.retrospective and spec.sharing == "single":
+            self.needs = (*self.needs, f"z{loops}")  # what is learnt of the last loop serves the others
+        _start_as(model, self.heads)
+        self.has_first = model.exit_gate is not None
+        self.register_buffer("first_weight", self.heads.weight[0].detach().clone())
+        self.register_buffer("first_bias", self.heads.bias[0].detach().clone())
+
+    def objective(self, blocks: Blocks, target: Tensor) -> Tensor:
+        stop, loops = 1 - improvement_weights(target), self.config.max_loops
+        logits = self(blocks)
+        if self.retrospective:
+            logits, stop = logits[:, 1:], stop[:, : loops - 2]
+            if f"z{loops}" in self.needs:
+                last = self.heads([blocks[f"z{loops}"]])
+                logits, stop = torch.cat((logits, last), -1), 1 - improvement_weights(target)
+        return F.binary_cross_entropy_with_logits(logits, stop, reduction="none").sum(-1).mean() / loops
+
+    def gate(self, model: LoopedLM) -> Stage2Gate:
+        heads = self.heads.finished()
+        if self.retrospective and (not self.has_first or self.heads.sets > 1):
+            bias = heads.bias.detach().clone()
+            bias[0] = self.first_bias if self.has_first else _NEVER
+            weight = heads.weight.detach().clone()
+            if self.heads.sets > 1:
+                weight[0] = self.first_weight if self.has_first else 0.0
+            heads = heads._replace(weight=weight, bias=bias)
+        gate: Stage2Gate = _made(Stage2Gate, heads, model)
+        gate.min_depth = self.min_depth
+        return gate
+
+
+class PreLoopStudent(Student):
     """All hazards, or the first `num_heads`, from the token's input and the carry of the token before it."""
 
-    kind, min_depth, gate_class = "pre-loop", 1, PreLoopGate
+    def __init__(self, spec: Spec, model: LoopedLM, num_heads: int | None = None) -> None:
+        super().__init__(spec, model)
+        _needs_loops(model, spec.kind, 2)
+        self.needs, self.num_hazards = spec.inputs, num_heads or model.config.max_loops - 1
+        features = PreLoopGate.num_features(spec.inputs, model.config.hidden_size)
+        self.heads = Heads(self.num_hazards + spec.softmax, features, spec.hidden, steps=False)
 
-    def __init__(self, model: LoopedLM, hidden: int = 0, num_heads: int | None = None) -> None:
-        config = model.config
-        num_heads = config.max_loops - 1 if num_heads is None else num_heads
-        super().__init__(model, num_heads, 2 * config.hidden_size + 3, hidden, num_layers=1)
+    @property
+    def parts(self) -> tuple[Heads, ...]:
+        return (self.heads,)
 
-    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
-        before = where.roll(-1, 1)
-        before[:, -1] = False
-        if int(before.sum()) != int(where.sum()):
-            raise ValueError("the first token of a sequence has no token before it")
-        depth = seen.depths[before]
-        h = seen.at(seen.depths)[before]
-        reading = read(model, h, batch.tokens[where])
-        carry = Carry(model.readout(h), reading.entropy, reading.surprisal, depth.to(reading.entropy.dtype))
-        return pre_loop_features(seen.start[where], carry).float()
+    def inputs(self, blocks: Blocks) -> list[Tensor]:
+        """What the heads see: one [N, F]."""
+        return [torch.cat([x if x.ndim == 2 else x[:, None] for x in (blocks[name] for name in self.needs)], -1)]
 
-    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        super().prepare(inputs, hazards)
-        with torch.no_grad():
-            self.bias.copy_(torch.logit(hazards.float().mean(0), eps=1e-4))
+    def forward(self, blocks: Blocks) -> Tensor:
+        logits: Tensor = self.heads(self.inputs(blocks))
+        return hazard_logits(logits) if self.spec.softmax else logits
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        weight, bias = self.heads()
-        logits = inputs @ weight.T + bias
-        if self.linear:
-            return logits
-        layer = self.layer()
-        return logits + self.activate(inputs @ layer.weight_KMF[0].T + layer.bias_KM[0]) @ layer.out_NM.T
+    def prepare(self, blocks: Blocks, target: Tensor) -> None:
+        if not self.standardise:
+            return
+        self.heads.standardise(self.inputs(blocks))
+        mean = self.hazards(target).float().mean(0)[: self.num_hazards]
+        if not self.spec.softmax:
+            with torch.no_grad():
+                self.heads.bias.copy_(torch.logit(mean, eps=1e-4))
+
+    def gate(self, model: LoopedLM) -> PreLoopGate:
+        gate: PreLoopGate = _made(PreLoopGate, self.heads.finished(), model, self.spec.inputs)
+        return gate
 
 
 class HybridStudent(Student):
-    """lambda_1 as the pre-loop gate sees a token, lambda_{r+1} from z_r: nothing is folded into the second.
+    """lambda_1 as the pre-loop gate sees a token, lambda_{r+1} from z_r: nothing is folded into the second."""
 
-    Its inputs are those of the two parts side by side, [N, 2 D + 3 + (R - 2) D].
-    """
-
-    kind, min_depth = "hybrid", HybridGate.min_depth
-
-    def __init__(self, model: LoopedLM, hidden: int = 0) -> None:
-        super().__init__()
-        if model.config.max_loops < 3:
-            raise LoopedError(f"{model.name} runs {model.config.max_loops} loops; a {self.kind} gate needs 3")
-        self.pre_loop = PreLoopStudent(model, hidden, num_heads=1)
-        self.lookahead = LookaheadStudent(model, hidden)
-
-    @property
-    def num_inputs(self) -> int:
-        return sum(part.num_inputs for part in self.parts)
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        super().__init__(spec, model)
+        _needs_loops(model, spec.kind, 3)
+        self.pre_loop = PreLoopStudent(spec, model, num_heads=1)
+        self.lookahead = LookaheadStudent(spec, model)
+        self.needs = (*self.pre_loop.needs, *self.lookahead.needs)
 
     @property
     def parts(self) -> tuple[Heads, ...]:
-        return self.pre_loop, self.lookahead
+        return self.pre_loop.heads, self.lookahead.heads
 
-    def inputs(self, model: LoopedLM, batch: Sequences, seen: Walk, where: Tensor) -> Tensor:
-        return torch.cat([part.inputs(model, batch, seen, where).flatten(1) for part in self.parts], 1)
+    def forward(self, blocks: Blocks) -> Tensor:
+        return torch.cat((self.pre_loop(blocks), self.lookahead(blocks)), -1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        before, states = self._split(inputs)
-        return torch.cat((self.pre_loop(before), self.lookahead(states)), -1)
-
-    def prepare(self, inputs: Tensor, hazards: Tensor) -> None:
-        before, states = self._split(inputs)
-        self.pre_loop.prepare(before, hazards[:, :1])
-        self.lookahead.prepare(states, hazards)
+    def prepare(self, blocks: Blocks, target: Tensor) -> None:
+        for part in (self.pre_loop, self.lookahead):
+            part.standardise = self.standardise
+            part.prepare(blocks, target)
 
     def gate(self, model: LoopedLM) -> HybridGate:
-        pre_loop, lookahead = self.pre_loop.gate(model), self.lookahead.gate(model)
-        assert isinstance(pre_loop, PreLoopGate) and isinstance(lookahead, LookaheadGate)
-        return HybridGate(pre_loop, lookahead)
-
-    def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the two parts: [N, 2 D + 3] and [N, R - 2, D]."""
-        size = self.pre_loop.num_inputs
-        return inputs[:, :size], inputs[:, size:].reshape(len(inputs), *self.lookahead.weight.shape)
+        return HybridGate(self.pre_loop.gate(model), self.lookahead.gate(model))
 
 
-STUDENTS: dict[str, Callable[[LoopedLM, int], Student]] = {
-    student.kind: student for student in (LookaheadStudent, PreLoopStudent, HybridStudent)
+class ForeseenStudent(StepStudent):
+    """The log of the relative change of step r + 1 from z_r and that of r, r = 1..R-2: a regression, no hazards."""
+
+    min_depth, target = ForeseenConvergenceGate.min_depth, "changes"
+
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        _needs_loops(model, spec.kind, 3)
+        super().__init__(spec, model, range(1, model.config.max_loops - 1), model.config.hidden_size + 1)
+        self.needs = tuple(f"z{r}" for r in range(model.config.max_loops - 1))
+
+    def inputs(self, blocks: Blocks) -> list[Tensor]:
+        states = [(blocks[f"z{r}"], blocks[f"z{r - 1}"]) for r in self.seen_at]
+        return [torch.cat((z, log_change(z, before)[:, None]), -1) for z, before in states]
+
+    def objective(self, blocks: Blocks, target: Tensor) -> Tensor:
+        """Mean squared error of the logs; the heads say how they differ from step to step."""
+        return F.mse_loss(self(blocks), target[:, 1:-1] - target[:, :-2])
+
+    def gate(self, model: LoopedLM) -> ForeseenConvergenceGate:
+        gate: ForeseenConvergenceGate = _made(ForeseenConvergenceGate, self.heads.finished(), model)
+        return gate
+
+
+class CriterionStudent(Student):
+    """A criterion that has nothing to learn: only its threshold is to be found."""
+
+    target = "changes"
+
+    def __init__(self, spec: Spec, model: LoopedLM) -> None:
+        _needs_loops(model, spec.kind, 3)
+        super().__init__(spec, model)
+        self.target, self.min_depth = "changes", self.gate(model).min_depth
+
+    @property
+    def parts(self) -> tuple[Heads, ...]:
+        return ()
+
+    def forward(self, blocks: Blocks) -> Tensor:
+        raise NotImplementedError
+
+    def objective(self, blocks: Blocks, target: Tensor) -> Tensor:
+        return torch.zeros((), device=target.device)
+
+    def gate(self, model: LoopedLM) -> Gate:
+        return DelayGate(ConvergenceGate()) if self.spec.kind == CRITERIA[1] else ConvergenceGate()
+
+
+_STUDENTS: dict[str, type[Student]] = {
+    "lookahead": LookaheadStudent,
+    "pre-loop": PreLoopStudent,
+    "hybrid": HybridStudent,
+    "stage2": Stage2Student,
+    "same-step": SameStepStudent,
+    **dict.fromkeys(CRITERIA, CriterionStudent),
 }
-_ALL = (LookaheadStudent.kind, PreLoopStudent.kind)
 
 
-def student_kinds(names: tuple[str, ...]) -> list[str]:
-    """The kinds of gates that names ask for, `all` for those of a single part.
+def new_students(specs: list[Spec], model: LoopedLM) -> list[Student]:
+    """The students of specs. `lookahead` of a model without an exit gate foresees its convergence criterion.
 
-    Raises LoopedError for other names and for none.
+    Raises LoopedError for a model with too few loops, and for one without a gate where a student needs that.
     """
-    kinds = list(dict.fromkeys(kind for name in names for kind in (_ALL if name == "all" else (name,))))
-    for name in kinds:
-        if name not in STUDENTS:
-            raise unknown("gate to train", name, [*STUDENTS, "all"])
-    if not kinds:
-        raise LoopedError(f"no gate to train was given; known: {', '.join(STUDENTS)}, all")
-    return kinds
+    return [_student(spec, model).to(model.device) for spec in specs]
 
 
-def new_students(names: tuple[str, ...], model: LoopedLM, hidden: int = 0) -> list[Student]:
-    """The students of names, with `hidden` units beside their heads.
-
-    Raises LoopedError for unknown gates and for a model with too few loops.
-    """
-    return [STUDENTS[kind](model, hidden) for kind in student_kinds(names)]
-
-
-def teacher_hazards(model: LoopedLM, seen: Walk, where: Tensor) -> Tensor:
-    """lambda_1..lambda_{R-1} of the teacher at positions `where` [B, T]: [N, R-1], at least float32."""
-    teacher = OuroGate().bind(model)
-    return torch.stack([teacher.hazard(model.readout(h[where])) for h in seen.states[:-1]], -1)
-
-
-def folded_hazards(student: Student, hazards: Tensor) -> Tensor:
-    """The teacher's hazards [N, R-1] as the student's depths see them: [N, R - min_depth]."""
-    return fold(hazards, student.min_depth)
+def _student(spec: Spec, model: LoopedLM) -> Student:
+    if model.exit_gate is not None or spec.kind in CRITERIA or spec.target != "teacher":
+        return _STUDENTS[spec.kind](spec, model)  # type: ignore[call-arg]
+    if spec.kind == "lookahead" and not spec.change and spec.loss == "kl":
+        return ForeseenStudent(spec, model)
+    raise LoopedError(
+        f"{model.name} has no exit gate of its own, so {spec.text} has no teacher; plain lookahead foresees its "
+        "convergence criterion, and stage2, or :prospective behind another gate, learns from losses"
+    )

@@ -18,6 +18,7 @@ from looped.config import ModelConfig
 from looped.decode import generate
 from looped.errors import LoopedError
 from looped.gates import LookaheadGate, PreLoopGate, get_gate
+from looped.gates.calibration import GRID
 from looped.gates.checkpoint import GateCard, save_gate
 from looped.kv import get_layout
 from looped.model import LoopedLM, load, save
@@ -27,6 +28,7 @@ from looped.train import distill_fit
 from looped.train.distill import Deployment, Plan, Teaching
 from looped.train.distill_data import Corpus, Document, batches, padded
 from looped.train.gate import Options, check, run
+from looped.train.student_spec import parse_specs
 from looped.train.students import new_students
 from looped.train.walk import ExitPolicy, walk
 
@@ -105,7 +107,7 @@ def test_the_checkpoint_says_what_it_is(trained: Path, teacher: Path) -> None:
         assert (stored["layout"], stored["prefill"]) == ("ragged", "dense")
         assert stored["teacher_revision"] == model.revision
         rows = stored["thresholds"]
-        assert [row["threshold"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+        assert [row["threshold"] for row in rows] == [*GRID]
         depths = [row["mean_depth"] for row in rows]
         assert depths == sorted(depths)
         gate = get_gate(trained / kind, model)
@@ -166,7 +168,7 @@ def test_json_is_the_last_line(cli: Callable[..., Any], teacher: Path, tmp_path:
     ("words", "sentence"),
     [
         (("--gate", "lookahed"), "did you mean 'lookahead'"),
-        (("--gate", "none"), "known: lookahead, pre-loop, hybrid, all"),
+        (("--gate", "none"), "known: lookahead, pre-loop, hybrid, stage2"),
         (("--kv", "raged"), "did you mean 'ragged'"),
         (("--gate", "pre-loop", "--prefill", "ragged"), "cannot run in a ragged prefill"),
         (("--tokens", "0"), "--tokens must be at least 1"),
@@ -194,7 +196,8 @@ def test_teachers_without_a_gate_or_with_too_few_loops_are_refused(cli, tmp_path
     fixture = json.loads(shared("fixtures/huginn_tiny.json").read_text())
     (huginn / "config.json").write_text(json.dumps(fixture["config"]))
     shutil.copyfile(shared("fixtures/huginn_tiny.safetensors"), huginn / "model.safetensors")
-    refused = cli("train-gate", "--teacher", huginn, "--output", tmp_path / "out", "--device", "cpu")
+    words = ("--gate", "pre-loop", "--output", tmp_path / "out", "--device", "cpu")
+    refused = cli("train-gate", "--teacher", huginn, *words)
     assert "no exit gate of its own" in refused.refusal
     assert not (tmp_path / "out").exists()
 
@@ -253,81 +256,53 @@ def test_a_long_run_resumes_where_it_was_saved(
         whole, cut = (load_file(tmp_path / run / kind / "gate.safetensors") for run in ("whole", "cut"))
         for name in ("weight", "bias"):
             assert torch.equal(whole[name], cut[name])
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["lookahead", "pre-loop"]
-
-
-def test_documents_are_split_into_prompt_and_answer_and_never_shared(teacher: Path, tmp_path: Path) -> None:
-    model = load(teacher, device="cpu")
-    assert model.tokenizer is not None
-    rows = [{"text": f"Q: What is {i} + 1?\nA: {i} + 1 = {i + 1}. The answer is {i + 1}."} for i in range(30)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
-    corpus = Corpus(str(path), model, 0, 256)
-    held_out = corpus.held_out(100_000)
-    assert len(held_out) == 3
-    document = held_out[0]
-    assert model.tokenizer.decode(document.token_ids[: document.prompt_len]).endswith("\nA:")
-    assert document.token_ids[-1] == 0
-    stream = corpus.training()
-    first, second = ([next(stream) for _ in range(27)] for _ in range(2))
-    ids = [{tuple(document.token_ids) for document in part} for part in (first, second, held_out)]
-    assert ids[0] == ids[1]
-    assert not ids[0] & ids[2]
-    assert [d.token_ids for d in first] != [d.token_ids for d in second]
-    plain = corpus.document("no question here, only a text of some length that goes on and on")
-    assert 0 < plain.prompt_len < len(plain.token_ids) / 2 + 1
-    with pytest.raises(LoopedError, match="at least 2"):
-        (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
-        Corpus(str(tmp_path / "one.jsonl"), model, 0, 256)
-
-
-def test_batches_keep_every_document_within_the_size() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(4, 90, (200,), generator=generator).tolist()
-    documents = [Document([index, *range(1, length)], 2) for index, length in enumerate(lengths)]
-    seen = []
-    for batch in batches(documents, 512):
-        assert batch.tokens.numel() <= 512
-        assert (batch.lengths - batch.prompt_lens).tolist() == sorted(batch.lengths - 2, reverse=True)
-        seen += batch.tokens[:, 0].tolist()
-    assert sorted(seen) == [*range(200)]
+    found = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    assert found == ["lookahead", "pre-loop", "report.json", "report.svg"]
 
 
 def test_one_forward_serves_students_with_different_floors(teacher: Path) -> None:
     """Contexts of both floors appear, and the features of a gate are what it sees when it runs."""
     model = load(teacher, device="cpu")
-    students = new_students(("all",), model)
-    teaching = Teaching(model, students, Deployment(get_layout("ragged"), False), Plan(batch_tokens=2000))
+    students = new_students(parse_specs(("all",)), model)
+    teaching = Teaching(model, students, Deployment.of(model, get_layout("ragged")), Plan(batch_tokens=2000))
     batch = next(batches(Corpus("embedded", model, 0, 256).training(), 2000))
     features = teaching.features(batch, 0)
-    num = int(batch.decode.sum())
-    assert [tuple(x.shape) for x in features.inputs] == [(num, 2, 32), (num, 67)]
-    assert features.hazards.shape == (num, 3)
-    depth_before = features.inputs[1][:, -1]
-    assert set(depth_before.tolist()) == {1.0, 2.0, 3.0, 4.0}
+    num = features.num
+    assert num == int(batch.decode.sum())
+    vectors, numbers = ("z1", "z2", "embedding", "state"), ("entropy", "surprisal", "depth")
+    shapes = dict.fromkeys(vectors, (num, 32)) | dict.fromkeys(numbers, (num,))
+    assert {name: tuple(x.shape) for name, x in features.blocks.items()} == shapes
+    assert features.targets["hazards"].shape == (num, 3)
+    assert set(features.blocks["depth"].tolist()) == {1.0, 2.0, 3.0, 4.0}
 
 
 @pytest.mark.parametrize("recipe", ["gate-tiny-ouro", "gate-ouro", "gate-ouro-paper"])
 def test_recipes_are_valid(recipe: str) -> None:
     options = parse(Options, ["--config", f"recipes/{recipe}.yaml"], "looped train-gate")
     check(options)
-    assert set(options.gate) <= {"all", "lookahead", "pre-loop"}
 
 
 @pytest.mark.parametrize("kind", ["lookahead", "pre-loop"])
 def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Path, kind: str) -> None:
     """Standardisation folded in, hidden layer included, through a checkpoint and back."""
     model = load(teacher, device="cpu", dtype="float64")
-    student = new_students((kind,), model, hidden=5)[0]
+    student = new_students(parse_specs((kind,), hidden=5), model)[0]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     shape = (40, 2, 32) if kind == "lookahead" else (40, 67)
     inputs = 3 + 2 * torch.randn(shape, generator=generator)
-    student.prepare(inputs, torch.rand(40, 3, generator=generator))
-    student.eval().linear = False
-    expected = torch.sigmoid(student(inputs)).double()
+    if kind == "lookahead":
+        blocks = {"z1": inputs[:, 0], "z2": inputs[:, 1]}
+    else:
+        blocks = {"embedding": inputs[:, :32], "state": inputs[:, 32:64]}
+        blocks |= {name: inputs[:, 64 + i] for i, name in enumerate(("entropy", "surprisal", "depth"))}
+    student.prepare(blocks, torch.rand(40, 3, generator=generator))
+    student.eval()
+    for part in student.parts:
+        part.linear = False
+    expected = torch.sigmoid(student(blocks)).double()
     card = GateCard(kind, model.name, model.revision, 32, 4, 1, student.min_depth, "ragged", "dense", 0.5)
     save_gate(student.gate(model), card, tmp_path)
     gate = get_gate(tmp_path, model)
@@ -339,8 +314,8 @@ def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Pat
         assert isinstance(gate, PreLoopGate)
         found = gate.hazards(inputs.double())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    without = new_students((kind,), model)[0].gate(model)
-    assert without.hidden is None
+    without = new_students(parse_specs((kind,)), model)[0].gate(model)
+    assert isinstance(without, LookaheadGate | PreLoopGate) and without.hidden is None
 
 
 def test_a_hidden_layer_is_trained_behind_the_heads(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from looped.decode import generate
 from looped.gates import HybridGate, get_gate
+from looped.gates.calibration import GRID
 from looped.gates.checkpoint import GateCard, save_gate
 from looped.kv import get_layout
 from looped.model import load
@@ -18,7 +19,8 @@ from looped.options import parse
 from looped.train.distill import Deployment, Plan, Teaching
 from looped.train.distill_data import Corpus, Document, batches, padded
 from looped.train.gate import Options, check, run
-from looped.train.students import HybridStudent, new_students, student_kinds
+from looped.train.student_spec import parse_specs
+from looped.train.students import HybridStudent, new_students
 from looped.train.walk import ExitPolicy, walk
 from tests.train.test_gate import make_teacher
 
@@ -48,7 +50,7 @@ def test_it_agrees_with_the_unfolded_teacher(trained: Path, teacher: Path) -> No
     assert metrics["mean_depth"] == pytest.approx(metrics["teacher_mean_depth"], abs=0.01)
     assert metrics["deployed_mean_depth"] == pytest.approx(metrics["mean_depth"], abs=0.15)
     rows = card["thresholds"]
-    assert [row["threshold"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    assert [row["threshold"] for row in rows] == [*GRID]
     assert [row["mean_depth"] for row in rows] == sorted(row["mean_depth"] for row in rows)
     for row in rows:
         assert row["matched_mean_depth"] == pytest.approx(row["teacher_mean_depth"], abs=0.02)
@@ -74,18 +76,20 @@ def test_scored_exits_are_those_of_the_decoder(trained: Path, teacher: Path) -> 
 def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Path) -> None:
     """Both parts, standardisation folded in, hidden layers included, through a checkpoint and back."""
     model = load(teacher, device="cpu", dtype="float64")
-    student = new_students(("hybrid",), model, hidden=5)[0]
+    student = new_students(parse_specs(("hybrid",), hidden=5), model)[0]
     assert isinstance(student, HybridStudent)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    inputs = 3 + 2 * torch.randn(40, student.num_inputs, generator=generator)
-    student.prepare(inputs, torch.rand(40, 3, generator=generator))
+    inputs = 3 + 2 * torch.randn(40, 67 + 2 * 32, generator=generator)
+    blocks = {"embedding": inputs[:, :32], "state": inputs[:, 32:64], "z1": inputs[:, 67:99], "z2": inputs[:, 99:]}
+    blocks |= {name: inputs[:, 64 + i] for i, name in enumerate(("entropy", "surprisal", "depth"))}
+    student.prepare(blocks, torch.rand(40, 3, generator=generator))
     student.eval()
     for part in student.parts:
         part.linear = False
-    expected = torch.sigmoid(student(inputs)).double()
+    expected = torch.sigmoid(student(blocks)).double()
     save_gate(
         student.gate(model),
         GateCard("hybrid", model.name, model.revision, 32, 4, 1, 1, "ragged", "dense", 0.5),
@@ -101,13 +105,12 @@ def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Pat
 
 def test_its_contexts_leave_at_every_depth(teacher: Path) -> None:
     model = load(teacher, device="cpu")
-    teaching = Teaching(
-        model, new_students(("hybrid",), model), Deployment(get_layout("ragged"), False), Plan(batch_tokens=2000)
-    )
+    students = new_students(parse_specs(("hybrid",)), model)
+    teaching = Teaching(model, students, Deployment.of(model, get_layout("ragged")), Plan(batch_tokens=2000))
     batch = next(batches(Corpus("embedded", model, 0, 256).training(), 2000))
     features = teaching.features(batch, 0)
-    assert features.inputs[0].shape == (int(batch.decode.sum()), 67 + 2 * 32)
-    assert set(features.inputs[0][:, 66].tolist()) == {1.0, 2.0, 3.0, 4.0}  # the depth of the token before
+    assert set(features.blocks) == {"embedding", "state", "entropy", "surprisal", "depth", "z1", "z2"}
+    assert set(features.blocks["depth"].tolist()) == {1.0, 2.0, 3.0, 4.0}  # of the token before
 
 
 def test_the_verb(cli, teacher: Path, tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ def test_mistakes(cli, teacher: Path, tmp_path: Path) -> None:
     assert "did you mean 'hybrid'" in refusal(teacher, "--gate", "hibrid")
     assert "a hybrid gate needs 3" in refusal(make_teacher(tmp_path / "short", max_loops=2), "--gate", "hybrid")
     assert not (tmp_path / "out").exists()
-    assert student_kinds(("all",)) == ["lookahead", "pre-loop"]
+    assert [spec.kind for spec in parse_specs(("all",))] == ["lookahead", "pre-loop"]
 
 
 def test_the_recipe_is_valid() -> None:
