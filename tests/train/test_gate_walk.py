@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from looped.config import ModelConfig
 from looped.decode import generate
+from looped.errors import LoopedError
 from looped.gates import FixedGate, Gate, OuroGate, ReplayGate
 from looped.kv import get_layout
 from looped.model import LoopedLM
-from looped.train.walk import ExitPolicy, Sequences, Walk, walk
+from looped.train import varlen
+from looped.train.batches import Document, packed, padded
+from looped.train.sequences import Bounds
+from looped.train.walk import ExitPolicy, Packed, Sequences, Walk, walk
 
 LAYOUTS = ("depth", "last-exited", "ragged", "shared", "first-shared", "modulo-2", "modulo-3")
 THRESHOLD = 0.55
@@ -144,3 +150,133 @@ def test_a_lookahead_policy_exits_where_the_decoder_does() -> None:
     seen = walk(model, batch, policy(model, "ragged", "dense", 1, gate=FixedGate(2)))
     assert set(seen.depths[batch.decode].tolist()) == {2}
     assert set(seen.depths[batch.prompt].tolist()) == {4}
+
+
+def documents(dtype_seed: int = 1) -> list[Document]:
+    generator = torch.Generator().manual_seed(dtype_seed)
+    sizes = ((5, 12), (2, 5), (7, 9), (1, 2), (3, 20), (1, 1), (9, 3))
+    return [
+        Document(torch.randint(0, 31, (prompt + answer,), generator=generator).tolist(), prompt)
+        for prompt, answer in sizes
+    ]
+
+
+def spread_policy(model: LoopedLM, layout: str, prefill: str, batch: Sequences | Packed, values: torch.Tensor):
+    gate = OuroGate().bind(model)
+    floor = batch.spread(1 + (values > THRESHOLD).long())
+    return ExitPolicy(get_layout(layout), prefill == "ragged", gate, batch.spread(values), floor)
+
+
+@pytest.mark.parametrize("layout", ["depth", "last-exited", "ragged"])
+@pytest.mark.parametrize("prefill", ["dense", "ragged"])
+@pytest.mark.parametrize(("num_kv_heads", "dtype"), [(1, "float64"), (2, "float64"), (2, "float32"), (1, "bfloat16")])
+def test_packed_sequences_see_what_they_see_alone(layout: str, prefill: str, num_kv_heads: int, dtype: str) -> None:
+    """Each with a threshold and a floor of its own, in whatever row and behind whatever else it stands."""
+    kind: torch.dtype = getattr(torch, dtype)
+    model = micro_model(num_kv_heads, loop_norm=False).to(kind)
+    docs = documents()
+    values = torch.linspace(0.3, 0.8, len(docs))
+    alone = []
+    for document, value in zip(docs, values, strict=True):
+        batch = padded([document])
+        seen = walk(model, batch, spread_policy(model, layout, prefill, batch, value[None]))
+        alone.append((batch.decode[0] | batch.prompt[0], seen))
+    rows = [[3, 0, 5], [1], [6, 4], [2]]
+    batch = packed([[docs[index] for index in row] for row in rows], 40)
+    order = torch.zeros(batch.num_sequences)
+    places = {}
+    for row, numbers in enumerate(rows):
+        at = 0
+        for index in numbers:
+            order[batch.numbers[row, at]] = values[index]
+            places[index] = (row, at)
+            at += len(docs[index].token_ids)
+    together = walk(model, batch, spread_policy(model, layout, prefill, batch, order))
+    depths = set()
+    tolerance = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 0.1}[dtype]
+    for index, (row, at) in places.items():
+        there, seen = alone[index]
+        span = slice(at, at + len(docs[index].token_ids))
+        assert torch.equal((batch.decode | batch.prompt)[row, span], there)
+        if dtype == "float64":  # elsewhere a hazard may lie on a threshold
+            assert torch.equal(together.depths[row, span][there], seen.depths[0][there])
+            depths |= set(seen.depths[0][there].tolist())
+        if dtype != "bfloat16" or layout == "depth":
+            for one, other in zip([together.start, *together.states], [seen.start, *seen.states], strict=True):
+                torch.testing.assert_close(one[row, span][there], other[0][there], rtol=tolerance, atol=tolerance)
+    assert dtype != "float64" or depths == {1, 2, 3, 4}
+    assert all(bool(h.isfinite().all()) and h.dtype == kind for h in together.states)
+
+
+def test_a_token_of_another_sequence_changes_nothing() -> None:
+    model = micro_model()
+    docs = documents()
+    results = []
+    for first in (docs[0], Document([30 - token for token in docs[0].token_ids], 5)):
+        batch = packed([[first, docs[4]]], 48)
+        values = torch.full((batch.num_sequences,), THRESHOLD)
+        results.append(walk(model, batch, spread_policy(model, "ragged", "dense", batch, values)))
+    span = slice(len(docs[0].token_ids), len(docs[0].token_ids) + len(docs[4].token_ids))
+    for one, other in zip(results[0].states, results[1].states, strict=True):
+        assert torch.equal(one[:, span], other[:, span])
+        assert not torch.equal(one[:, :17], other[:, :17])
+
+
+def test_packed_sequences_are_refused_where_tokens_come_one_by_one() -> None:
+    model = micro_model()
+    batch = packed([documents()[:2]], 40)
+    with pytest.raises(LoopedError, match="layout shared with the ouro gate takes them token by token"):
+        walk(model, batch, policy(model, "shared", "dense", 1))
+
+
+@pytest.mark.parametrize("cuts", [(0, 1), (0, 1, 2, 9), (0, 300, 301, 700), (0, 6, 12, 18)])
+def test_attention_to_what_was_kept_and_the_own_key(cuts: tuple[int, ...]) -> None:
+    """Against the definition, one query after another."""
+    generator = torch.Generator().manual_seed(0)
+    number = cuts[-1]
+    q = torch.randn(number, 4, 8, generator=generator, dtype=torch.float64) * 3
+    kept_k, kept_v, k, v = torch.randn(4, number, 2, 8, generator=generator, dtype=torch.float64)
+    bounds = Bounds(torch.tensor(cuts, dtype=torch.int32), cuts)
+    found = varlen.causal_own(q, kept_k, kept_v, k, v, bounds)
+    plain = varlen.causal(q, k, v, bounds)
+    for begin, end in itertools.pairwise(cuts):
+        for at in {begin, (begin + end) // 2, end - 1}:
+            for keys, values, result in ((kept_k, kept_v, found), (k, v, plain)):
+                seen_k = torch.cat((keys[begin:at], k[at : at + 1])).repeat_interleave(2, 1)
+                seen_v = torch.cat((values[begin:at], v[at : at + 1])).repeat_interleave(2, 1)
+                weights = (torch.einsum("hk,nhk->nh", q[at], seen_k) * 8**-0.5).softmax(0)
+                torch.testing.assert_close(result[at], torch.einsum("nh,nhk->hk", weights, seen_v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cuts", [(0, 1), (0, 1, 2, 9), (0, 300, 301, 700), (0, 512, 1024, 4096), (0, 4095, 4096)])
+def test_flash_attention_is_the_plain_one(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, kept_k, kept_v, k, v = (torch.randn(cuts[-1], 4, 128, generator=generator).to("cuda", dtype) for _ in range(5))
+    bounds = Bounds(torch.tensor(cuts, dtype=torch.int32, device="cuda"), cuts)
+    wide = [x.double() for x in (q, kept_k, kept_v, k, v)]
+    for found, expected in (
+        (varlen.causal_own(q, kept_k, kept_v, k, v, bounds), varlen.causal_own(*wide, bounds)),
+        (varlen.causal(q, k, v, bounds), varlen.causal(wide[0], wide[3], wide[4], bounds)),
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["depth", "ragged"])
+def test_a_gpu_walks_packed_rows_as_the_cpu_does(layout: str) -> None:
+    """In bfloat16, with fused kernels and FlashAttention, against float64; a constant gate, so that exits agree."""
+    model = micro_model()
+    docs = documents()
+    batch = packed([[docs[0], docs[4]], [docs[1], docs[2]]], 40)
+    values = torch.linspace(0.3, 0.8, batch.num_sequences)
+    expected = walk(model, batch, spread_policy(model, layout, "dense", batch, values)._replace(gate=FixedGate(2)))
+    gpu = micro_model().to("cuda", torch.bfloat16)
+    moved = batch.to(gpu.device)
+    seen = walk(gpu, moved, spread_policy(gpu, layout, "dense", moved, values.cuda())._replace(gate=FixedGate(2)))
+    there = batch.decode | batch.prompt
+    assert torch.equal(seen.depths.cpu()[there], expected.depths[there])
+    for one, other in zip(seen.states, expected.states, strict=True):
+        error = (one.cpu().double() - other)[there].norm() / other[there].norm()
+        assert float(error) < 0.05
