@@ -1,8 +1,8 @@
 """Dense prefill: prompts whose tokens all run every loop step, so that shapes alone say what a batch needs.
 
-A batch takes two launches: the body (prelude, loop, coda) of all rows, and the first tokens of the few prompts that end
-in it, at whatever sampling level. Neither waits for the device, and where batches are padded both lie in CUDA graphs:
-rows are filled up with tokens of slot 0, places for pieces with empty ones.
+A batch takes two launches: the body (prelude, loop, layers of the coda) of all rows, and head and first tokens of the
+few prompts that end in it, at whatever sampling level. Neither waits for the device, and where batches are padded both
+lie in CUDA graphs: rows are filled up with tokens of slot 0, places for pieces with empty ones.
 """
 
 # N rows, B places for pieces, A prompts that end in a batch, S slots
@@ -90,8 +90,7 @@ class DensePrompts:
         self._table_3B = torch.zeros((3, num_seqs + 2), dtype=torch.int32, device=device)
         self._ends_3A = torch.zeros((3, num_seqs), dtype=torch.long, device=device)
         # From the body to the first tokens.
-        self._h = torch.zeros((num_seqs, config.hidden_size), dtype=dtype, device=device)
-        self._logits = torch.zeros((num_seqs, config.vocab_size), dtype=dtype, device=device)
+        self._h, self._end = torch.zeros((2, num_seqs, config.hidden_size), dtype=dtype, device=device)
 
     def run(self, prompts: Sequence[PromptPiece], level: int) -> Sampled | None:
         """Run pieces of prompts; the first tokens of those that are complete, None where none is."""
@@ -160,7 +159,7 @@ class DensePrompts:
         self.stages.launch(key, max_len, body, lambda: body(1))
 
     def _body(self, rows_3N: Tensor, last_A: Tensor, attend: Callable[[Pool | None, int], Attend], loops: int) -> None:
-        """Every stage of all rows; states and logits of the rows `last` stay for the first tokens."""
+        """Every stage of all rows, but for the head; of the rows `last`, states before and behind the coda are kept."""
         model, layout, (slots, positions, tokens) = self.model, self.stages.policy.layout, rows_3N
         noise = model.init_state(self.state.seed[slots], positions)
         h, injection = model.prelude(tokens, positions, attend(self.kv.outer, 0), noise)
@@ -168,7 +167,7 @@ class DensePrompts:
             h = model.core(h, injection, positions, step, attend(self.kv.core, layout.write_plane(step)))
         asking = len(last_A)
         if asking or self.kv.outer is not None:
-            self._logits[:asking] = model.coda(h, positions, attend(self.kv.outer, 0), rows=last_A)
+            self._end[:asking] = model.coda_state(h, positions, attend(self.kv.outer, 0), rows=last_A)
             self._h[:asking] = h[last_A]
 
     def _each_row(self, rows_3N: Tensor, max_len: int) -> Callable[[Pool | None, int], Attend]:
@@ -194,7 +193,7 @@ class DensePrompts:
         def first() -> Sampled:
             _, slots, positions = self._ends_3A[:, :count]
             depths = torch.full_like(slots, self.max_loops)
-            return self.stages.sample(slots, self._h[:count], self._logits[:count], positions, depths, level)
+            return self.stages.next_tokens(slots, self._h[:count], self._end[:count], positions, depths, level)
 
         return Sampled(*self.stages.launch((f"first tokens-{level}", count), self.kv.max_len, first))  # type: ignore[arg-type]
 

@@ -237,11 +237,11 @@ class Prompts:
         h = batch.h if batch.exit_h is None else batch.exit_h
         rows = upload(last, torch.long, self.model.device)
         batch.left_N, batch.left = None, np.arange(len(batch.slots))
-        logits = self.model.coda(h, batch.positions_N, self._outer(batch), rows=rows)
+        end = self.model.coda_state(h, batch.positions_N, self._outer(batch), rows=rows)
         if not last:
             return Prefilled(None, batch.depths)
         depths = upload(batch.depths[last], torch.long, self.model.device)
-        sampled = self.stages.sample(batch.slots_N[rows], h[rows], logits, batch.positions_N[rows], depths, level)
+        sampled = self.stages.next_tokens(batch.slots_N[rows], h[rows], end, batch.positions_N[rows], depths, level)
         return Prefilled(sampled, batch.depths)
 
     def _outer(self, batch: PromptBatch) -> Attend:

@@ -108,9 +108,7 @@ def activation_bytes(
     token = (6 * config.hidden_size + 3 * config.intermediate_size + 2 * heads) * dtype.itemsize
     # Logits in the model's dtype and, for sampling, in float32 with their order, twice over.
     row = config.vocab_size * (dtype.itemsize + 2 * (4 + 8))
-    # Logits that wait between the launches of a prefill.
-    waiting = num_seqs * config.vocab_size * dtype.itemsize
-    return (1 + graphs) * (num_tokens * token + num_seqs * row) + waiting
+    return (1 + graphs) * (num_tokens * token + num_seqs * row)
 
 
 def free_bytes(device: torch.device) -> int:

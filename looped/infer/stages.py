@@ -199,12 +199,9 @@ class Stages:
 
     def coda(self, at: Tensor, level: int) -> Sampled:
         """The layers after the core, the head, and the next token of every row that waits for it."""
-        model = self.model
         at, positions, depths, h = self.ops.outcome(self.state, at)
-        end = model.coda_state(h, positions, self._outer_attend(at, positions))
-        if level == GREEDY and not (self.gate is not None and self.gate.uses_carry):
-            return self._put(at, Drawn(*model.likeliest(end)), positions, depths)
-        return self.sample(at, h, model.logits_of(end), positions, depths, level)
+        end = self.model.coda_state(h, positions, self._outer_attend(at, positions))
+        return self.next_tokens(at, h, end, positions, depths, level)
 
     def fused(self, at: Tensor, level: int) -> Sampled:
         """A core step whose exits run the coda and the next token's prelude at once."""
@@ -221,12 +218,17 @@ class Stages:
         self.prelude(at)
         return sampled
 
-    def sample(self, at: Tensor, h: Tensor, logits: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
-        """Choose the tokens behind `positions` and leave everything their own passes need."""
-        state = self.state
+    def next_tokens(self, at: Tensor, h: Tensor, end: Tensor, positions: Tensor, depths: Tensor, level: int) -> Sampled:
+        """Choose the tokens behind `positions` and leave everything their own passes need. `h` are the states that
+        left the loop, `end` what the coda made of them up to its head."""
+        state, model, gate = self.state, self.model, self.gate
+        remembers = gate is not None and gate.uses_carry
+        if level == GREEDY and not remembers:
+            return self._put(at, Drawn(*model.likeliest(end)), positions, depths)
+        logits = model.logits_of(end)
         drawn: Drawn = self.sampler(logits, at, positions, state.index[at], level)
-        if self.gate is not None and self.gate.uses_carry:
-            state.put_carry(at, self.gate.finish(self.model.readout(h), logits, drawn.tokens, depths))
+        if gate is not None and remembers:
+            state.put_carry(at, gate.finish(model.readout(h), logits, drawn.tokens, depths))
         return self._put(at, drawn, positions, depths)
 
     def _put(self, at: Tensor, drawn: Drawn, positions: Tensor, depths: Tensor) -> Sampled:

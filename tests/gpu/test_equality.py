@@ -241,19 +241,19 @@ def test_prompts_from_the_prefix_cache(layout):
 
 @pytest.mark.parametrize("layout", ["last-exited", "ragged", "shared"])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_ragged_prefill_and_sampling(layout, backend, temperature):
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.8, 1.0), (0.8, 0.9)])
+def test_ragged_prefill_and_sampling(layout, backend, temperature, top_p):
     """Exits of prompt tokens are not in the output and draws have no margin, so sequences are compared whole: rounding
     may change one of them."""
     dtype = torch.float32
     model, work = gpu_model("ouro", dtype), prompts((5, 40, 100, 64, 17, 33))
     chosen, policy = policy_of("ouro", dtype, layout, "ouro")
     prefill = {"prefill": "ragged", "prefill_threshold": PrefillSchedule(0.7, cosine=True, protected=4)}
-    params = SamplingParams(temperature, MAX_TOKENS, ignore_eos=True, seed=11)
+    params = SamplingParams(temperature, MAX_TOKENS, ignore_eos=True, seed=11, top_p=top_p)
     made, _ = run(model, params, work, kv=layout, backend=backend, exits="device", **chosen, **prefill)
     expected = [
         generate(
-            model, prompt, max_new_tokens=MAX_TOKENS, temperature=temperature, ignore_eos=True, seed=11,
+            model, prompt, max_new_tokens=MAX_TOKENS, sampling=params.sampling, ignore_eos=True, seed=11,
             **policy, **prefill,
         )
         for prompt in work
