@@ -102,10 +102,13 @@ def run_blocks(
     first_layer: int,
     attend: Attend,
     final: RMSNorm | None = None,
+    normed: Tensor | None = None,
 ) -> Tensor:
-    """Blocks one after another, each ending with the norm the next one begins with; `final` ends the last."""
+    """Blocks one after another, each ending with the norm the next one begins with; `final` ends the last. `normed` is
+    the first one's norm of x, where that is known already."""
     chain = [block for block in blocks if isinstance(block, Block)]
-    normed: Tensor = chain[0].norm_1(x)
+    if normed is None:
+        normed = chain[0].norm_1(x)
     followers = [*(block.norm_1 for block in chain[1:]), final]
     for layer, (block, following) in enumerate(zip(chain, followers, strict=True), start=first_layer):
         x, normed = block.between(x, normed, rope, layer, attend, following)

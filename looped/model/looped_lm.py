@@ -107,11 +107,15 @@ class LoopedLM(nn.Module):
         self, h: Tensor, injection: Tensor | None, positions: Tensor, step: Tensor | int, attend: Attend
     ) -> Tensor:
         """One loop step: h [..., D] to h [..., D]. `step` (from 1) is for families whose core depends on it."""
+        normed = None
         if self.adapter is not None:
-            h = self.adapter(torch.cat((h, h if injection is None else injection), -1))
+            first = next(self.core_blocks.children())
+            assert isinstance(first, Block)
+            injection = h if injection is None else injection
+            h, normed = ops.joined(h, injection, self.adapter.weight, first.norm_1.op)
         rope = rotary(positions, self.config, h.dtype)
         final = self.norm if self.config.loop_norm else None
-        return run_blocks(self.core_blocks, h, rope, self.config.num_prelude_layers, attend, final)
+        return run_blocks(self.core_blocks, h, rope, self.config.num_prelude_layers, attend, final, normed)
 
     def readout(self, h: Tensor) -> Tensor:
         """What a gate sees of the state h [..., D]: Ouro's final norm of it, Huginn's state as it is."""

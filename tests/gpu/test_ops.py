@@ -78,6 +78,19 @@ def test_stream_sizes(sizes: Stream) -> None:
         assert distance(gated, torch.nn.functional.silu(gate) * up) < MARGIN
 
 
+@pytest.mark.parametrize(("width", "outer"), [(5280, 5280), (520, 264), (64, 72), (1000, 520)])
+def test_projecting_two_side_by_side(width: int, outer: int) -> None:
+    """Steps do not divide the first one's width: its last one must not see the second."""
+    w = draw(outer, 2 * width, seed=1) * (2 * width) ** -0.5
+    for num_rows in (1, 17, 64):
+        x, y = draw(num_rows, width, seed=num_rows), draw(num_rows, width, seed=99)
+        serves(x, w)
+        for sizes in (None, Stream(64, 64, 3, 3)):
+            poison()
+            parts = stream.stream_parts(x, w, sizes, more_x_ND=y)
+            assert distance(parts.float().sum(0), torch.cat((x, y), -1).double() @ w.double().T) < MARGIN
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_matmul_asks_ahead(swap: bool) -> None:
     x, w = draw(16, 2048), draw(512, 2048, seed=1) / 45

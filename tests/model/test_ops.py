@@ -75,6 +75,19 @@ def test_products_of_rows_apart(dtype: torch.dtype) -> None:
         close(gated_linear(x, w), ops.gated(x, w), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 48), (5, 96)])
+def test_projecting_two_side_by_side(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    x, y = draw(num_rows, width, dtype=dtype), draw(num_rows, width, dtype=dtype, seed=1)
+    w, norm = draw(width, 2 * width, dtype=dtype, seed=2) / 8, ops.Norm(draw(width, dtype=dtype, seed=3), EPS)
+    parts = kernels.joined_parts(x, y, w)
+    with ops.plain():
+        expected = ops.joined(x, y, w, norm)
+    close(expected[0], torch.cat((x, y), -1).double() @ w.double().T, dtype)
+    for mine, plain in zip(kernels.sum_norm_rows(parts, *norm, dtype), expected, strict=True):
+        close(mine, plain, dtype)
+
+
 def logits_of_all_kinds(vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Ties, zeros of both signs, infinities, and NaN of both signs."""
     x = (draw(10, vocab_size, dtype=dtype) * 4).round() / 4

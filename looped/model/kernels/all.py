@@ -2,8 +2,16 @@
 
 from looped.model.kernels.largest import largest_of
 from looped.model.kernels.launch import overlaps
-from looped.model.kernels.norms import merge_rows, norm_rows
-from looped.model.kernels.products import describe, gated_linear, head_largest, head_logits, linear_parts, serves
+from looped.model.kernels.norms import merge_rows, norm_rows, sum_norm_rows
+from looped.model.kernels.products import (
+    describe,
+    gated_linear,
+    head_largest,
+    head_logits,
+    joined_parts,
+    linear_parts,
+    serves,
+)
 from looped.model.kernels.rope import angle_rows, rope_rows
 from looped.model.kernels.silu import silu_mul_rows
 
@@ -13,6 +21,7 @@ __all__ = [
     "gated_linear",
     "head_largest",
     "head_logits",
+    "joined_parts",
     "largest_of",
     "linear_parts",
     "merge_rows",
@@ -21,4 +30,5 @@ __all__ = [
     "rope_rows",
     "serves",
     "silu_mul_rows",
+    "sum_norm_rows",
 ]

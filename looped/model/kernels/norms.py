@@ -30,6 +30,25 @@ def _norm(out, x, weight, x_row, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.c
 
 
 @triton.jit(do_not_specialize=["num_rows"])
+def _sum_norm(
+    total, normed, parts, weight, num_rows,
+    D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (N,)."""
+    KIND: tl.constexpr = total.dtype.element_ty
+    row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = dims < D
+    scale = tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32)
+    after_previous(OVERLAP)
+    whole = tl.load(parts + row * D + dims, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        whole += tl.load(parts + (split * num_rows + row) * D + dims, mask=inside, other=0.0)
+    whole = whole.to(KIND).to(tl.float32)
+    tl.store(total + row * D + dims, whole, mask=inside)
+    tl.store(normed + row * D + dims, _normed(whole, scale, D, EPS, KIND), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge(
     total, normed, x, parts, weight, next_weight, x_row, num_rows,
     D: tl.constexpr, SPLITS: tl.constexpr, AFTER_SUM: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr,
@@ -67,6 +86,19 @@ def norm_rows(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_warps=_warps(block), **launch_options(x_ND.device),
     )  # fmt: skip
     return out_ND
+
+
+def sum_norm_rows(parts_SND: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sum of a product's parts, and its norm."""
+    splits, num_rows, width = parts_SND.shape
+    total_ND = torch.empty((num_rows, width), dtype=dtype, device=parts_SND.device)
+    normed_ND = torch.empty_like(total_ND)
+    block = padded(width)
+    _sum_norm[(num_rows,)](
+        total_ND, normed_ND, parts_SND, weight_D, num_rows,
+        D=width, SPLITS=splits, BLOCK=block, EPS=eps, num_warps=_warps(block), **launch_options(parts_SND.device),
+    )  # fmt: skip
+    return total_ND, normed_ND
 
 
 def merge_rows(

@@ -36,6 +36,13 @@ def linear_parts(x_ND: Tensor, w_FD: Tensor) -> Tensor:
     return matmul.linear_parts(x_ND, w_FD)
 
 
+def joined_parts(x_ND: Tensor, y_ND: Tensor, w_F2D: Tensor) -> Tensor:
+    """`linear_parts` of x and y side by side."""
+    if stream is not None and stream.streams(x_ND, w_F2D) and stream.streams(y_ND, w_F2D):
+        return stream.stream_parts(x_ND, w_F2D, more_x_ND=y_ND)
+    return matmul.linear_parts(torch.cat((x_ND, y_ND), -1), w_F2D)
+
+
 def gated_linear(x_ND: Tensor, w_2FD: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T): [N, F]; w is gate over up."""
     if stream is not None and stream.streams(x_ND, w_2FD):

@@ -44,12 +44,26 @@ def half(w_smem, stage, which: gl.constexpr, TILES: gl.constexpr, PAIR: gl.const
 
 
 @gluon.jit
+def copy_rows(x, more_x, at, bar, to, EDGE: gl.constexpr, more):
+    """Columns `at` of x, or from EDGE on of `more_x`: steps that cross the end of x find zeros there."""
+    if EDGE:
+        tma.async_copy_global_to_shared(x, [0, at], bar, to, pred=more & (at < EDGE))
+        tma.async_copy_global_to_shared(more_x, [0, at - EDGE], bar, to, pred=more & (at >= EDGE))
+    else:
+        tma.async_copy_global_to_shared(x, [0, at], bar, to, pred=more)
+
+
+@gluon.jit
 def _stream(
-    out, w, x,
+    out, w, x, more_x,
     F: gl.constexpr, PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, EDGE: gl.constexpr, WIDTH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of F, S). w [F, D], or gate over up [2 F, D] with GATED; out [S, N, F]."""
+    """Grid (blocks of F, S). w [F, D], or gate over up [2 F, D] with GATED; out [S, N, F].
+
+    With EDGE the rows are those of x and, behind them, of `more_x`, WIDTH each: w [F, 2 WIDTH]. Every step belongs to
+    one of them; those of x end at EDGE, a multiple of BK, where the weights go on at WIDTH.
+    """
     STEPS: gl.constexpr = PART // BK
     PAIR: gl.constexpr = GATED and BN == 32
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -69,14 +83,17 @@ def _stream(
     for early in gl.static_range(STAGES):
         slot = ready.index(early)
         mbarrier.expect(slot, NUM_BYTES)
-        tma.async_copy_global_to_shared(w, [first, start + early * BK], slot, half(w_smem, early, 0, TILES, PAIR))
+        at = start + early * BK
+        if EDGE:
+            at = gl.where(at < EDGE, at, at + (WIDTH - EDGE))
+        tma.async_copy_global_to_shared(w, [first, at], slot, half(w_smem, early, 0, TILES, PAIR))
         if GATED:
             to = half(w_smem, early, 1, TILES, PAIR)
-            tma.async_copy_global_to_shared(w, [F + first, start + early * BK], slot, to)
+            tma.async_copy_global_to_shared(w, [F + first, at], slot, to)
     gdc_launch_dependents()
     gdc_wait()
     for early in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x, [0, start + early * BK], ready.index(early), x_smem.index(early))
+        copy_rows(x, more_x, start + early * BK, ready.index(early), x_smem.index(early), EDGE, True)
     acc = gl.zeros([TALL, BM], gl.float32, layout)
     up = gl.zeros([TALL, BM], gl.float32, layout)
     for step in range(STEPS):
@@ -95,10 +112,12 @@ def _stream(
         gl.thread_barrier()  # every warp has read the stage
         mbarrier.expect(bar, NUM_BYTES, pred=more)
         at = start + later * BK
+        copy_rows(x, more_x, at, bar, x_smem.index(stage), EDGE, more)
+        if EDGE:
+            at = gl.where(at < EDGE, at, at + (WIDTH - EDGE))
         tma.async_copy_global_to_shared(w, [first, at], bar, half(w_smem, stage, 0, TILES, PAIR), pred=more)
         if GATED:
             tma.async_copy_global_to_shared(w, [F + first, at], bar, half(w_smem, stage, 1, TILES, PAIR), pred=more)
-        tma.async_copy_global_to_shared(x, [0, at], bar, x_smem.index(stage), pred=more)
     kind: gl.constexpr = out.dtype.element_ty
     if PAIR:
         both: gl.constexpr = gl.BlockedLayout([1, 1, 2], [8, 4, 1], [num_warps, 1, 1], [2, 1, 0])
@@ -142,13 +161,14 @@ def gated_sizes(num_rows: int) -> Stream:
     return Stream(64, 128, 1, 4) if num_rows > 32 else Stream(32, 64, 1, 10 if num_rows <= 16 else 8)
 
 
-def stream_parts(x_ND: Tensor, w_FD: Tensor, sizes: Stream | None = None) -> Tensor:
-    """x @ w.T as parts [S, N, F] to be added: float32, or x's dtype where S is 1."""
-    outer = w_FD.shape[0]
-    sizes = sizes or linear_sizes(len(x_ND), outer, x_ND.shape[1])
+def stream_parts(x_ND: Tensor, w_FD: Tensor, sizes: Stream | None = None, more_x_ND: Tensor | None = None) -> Tensor:
+    """x @ w.T as parts [S, N, F] to be added: float32, or x's dtype where S is 1. Given `more_x_ND`, x is both side by
+    side, and w is as wide as that."""
+    outer, inner = w_FD.shape
+    sizes = sizes or linear_sizes(len(x_ND), outer, inner)
     dtype = x_ND.dtype if sizes.splits == 1 else torch.float32
     out_SNF = torch.empty((sizes.splits, len(x_ND), outer), dtype=dtype, device=x_ND.device)
-    _launch(out_SNF, x_ND, w_FD, outer, sizes, False)
+    _launch(out_SNF, x_ND, w_FD, outer, sizes, False, more_x_ND)
     return out_SNF
 
 
@@ -161,17 +181,26 @@ def stream_gated(x_ND: Tensor, w_2FD: Tensor, sizes: Stream | None = None) -> Te
     return out_NF
 
 
-def _launch(out: Tensor, x_ND: Tensor, w: Tensor, outer: int, sizes: Stream, is_gated: bool) -> None:
+def _launch(
+    out: Tensor, x_ND: Tensor, w: Tensor, outer: int, sizes: Stream, is_gated: bool, more_x_ND: Tensor | None = None
+) -> None:
     num_rows, inner = x_ND.shape
+    edge = 0
+    if more_x_ND is not None:
+        edge = -(-inner // sizes.inner) * sizes.inner
+        inner = 2 * edge
     kind = gl.bfloat16 if x_ND.dtype == torch.bfloat16 else gl.float16
     tall = padded(num_rows, least=16)
     part = -(-inner // (sizes.inner * sizes.splits)) * sizes.inner
     w_block, x_block = [sizes.outer, sizes.inner], [tall, sizes.inner]
+    rows = TensorDescriptor.from_tensor(x_ND, x_block, gl.NVMMASharedLayout.get_default_for(x_block, kind))
     _stream[(-(-outer // sizes.outer), sizes.splits)](
         out,
         TensorDescriptor.from_tensor(w, w_block, gl.NVMMASharedLayout.get_default_for(w_block, kind)),
-        TensorDescriptor.from_tensor(x_ND, x_block, gl.NVMMASharedLayout.get_default_for(x_block, kind)),
+        rows,
+        rows if more_x_ND is None else TensorDescriptor.from_tensor(more_x_ND, x_block, rows.layout),
         F=outer, PART=part, BM=tall, BN=sizes.outer, BK=sizes.inner,
-        STAGES=min(sizes.num_stages, part // sizes.inner), GATED=is_gated, num_warps=sizes.num_warps,
+        STAGES=min(sizes.num_stages, part // sizes.inner), GATED=is_gated, EDGE=edge, WIDTH=x_ND.shape[1],
+        num_warps=sizes.num_warps,
         launch_pdl=overlaps(x_ND.device),
     )  # fmt: skip

@@ -182,7 +182,7 @@ def _standing(
     width = h.shape[1]
     _standing_rows[(len(at_N),)](
         at_N, state.phase, state.position, column, h, slots, positions, values, h if h_ND is None else h_ND, width,
-        WANTED=phase, COPY=h_ND is not None, WIDE=_wide(width),
+        WANTED=phase.value, COPY=h_ND is not None, WIDE=_wide(width),
     )  # fmt: skip
     return slots, positions, values
 
