@@ -166,9 +166,9 @@ class OuroLoss:
         gain = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1), sums[2])
         drift = None
         if len(readouts) > 1:
+            wide = torch.promote_types(readouts[1].dtype, torch.float32)
             parts = (readouts[1] - readouts[0], readouts[1])
-            squares = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32) ** 2 for x in parts])
-            changed, whole = ranks.total(squares)
+            changed, whole = ranks.total(torch.stack([torch.linalg.vector_norm(x, dtype=wide) ** 2 for x in parts]))
             drift = (changed / whole).sqrt()
         depth = exits.hard_exits(pi, THRESHOLD).float()
         return depth_is_idle(progress, gain, correlation(depth, gains), drift)
