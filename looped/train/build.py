@@ -59,6 +59,9 @@ def compile_blocks(model: LoopedLM, backend: str | Callable[..., Any] = "inducto
         for block in stage:
             assert isinstance(block, Block)
             block.between = torch.compile(block.between, backend=backend)  # type: ignore[method-assign]
+            block.norm_1.compile(
+                backend=backend
+            )  # the first block's is called alone, the others' with the block before
     model.norm.compile(backend=backend)
 
 

@@ -112,26 +112,28 @@ def _checkpoint_config(name: str, notes: list[str]) -> ModelConfig | None:
 
 def mean_work(options: Options, config: ModelConfig) -> tuple[float, float]:
     """Loop steps of a mean training step, and how often it reads the head."""
+    part = options.objective if config.exit_gate else options.recurrence
+    known = {"fixed": float(config.max_loops), "uniform": (config.max_loops + 1) / 2}
+    loops = known.get(part.sampling, min(part.mean, config.max_loops))
     if not config.exit_gate:
-        recurrence = options.recurrence
-        loops = {"fixed": float(config.max_loops), "uniform": (config.max_loops + 1) / 2}
-        return loops.get(recurrence.sampling, min(recurrence.mean, config.max_loops)), 1.0
-    ragged = 0.5 * (1 - options.objective.ragged_from)
-    return float(config.max_loops), (1 - ragged) * config.max_loops + ragged
+        return loops, 1.0
+    ragged = options.objective.kv_share * (1 - options.objective.ragged_from)
+    return (1 - ragged) * loops + ragged * config.max_loops, (1 - ragged) * loops + ragged
 
 
 def estimate_memory(options: Options, config: ModelConfig, parameters: int) -> Memory:
     """Bytes of one device: what FSDP2 deals out is counted once for all, what every device gathers is counted whole.
 
-    A layer keeps for the backward pass, for each token, two residual sums in float32 and, in half precision, the
-    inputs of its matrices and norms, queries, keys, values and attention's output: 24 D + 6 F bytes (twice that in
-    float32). The head keeps the logits of one chunk, in half and in full precision.
+    A compiled layer keeps for the backward pass, for each token, two residual sums in float32 and, in half precision,
+    the inputs of its matrices and norms, queries, keys, values and attention's output: 24 D + 6 F bytes (twice that in
+    float32, 2.5 times where it is not compiled); and its weights in half precision at each use. The head keeps the
+    logits of one chunk, in half and in full precision.
     """
     world = options.devices * options.nodes
     sharded = options.strategy == "fsdp"
     rows = options.optim.rows // world
     tokens = rows * options.data.window
-    wide = 2 if options.precision == "32-true" else 1
+    wide = (2 if options.precision == "32-true" else 1) * (2.5 if options.compile is False else 1)
     layer = (24 * config.hidden_size + 6 * config.intermediate_size) * wide
     boundary = config.num_prelude_layers + config.num_coda_layers
     loops = mean_work(options, config)[0] if config.exit_gate else float(config.max_loops)
@@ -140,7 +142,7 @@ def estimate_memory(options: Options, config: ModelConfig, parameters: int) -> M
         weights=4.0 * parameters * (1 + 1 / world if sharded else 1),
         gradients=4.0 * parameters * (1 + 1 / world if sharded else 1),
         optimizer=8.0 * parameters / (world if sharded else 1),
-        activations=float(layer * tokens * calls),
+        activations=calls * (layer * tokens + 2.0 * config.layer_params),
         head=10.0 * min(tokens, CHUNK_TOKENS) * config.vocab_size,
     )
 

@@ -16,6 +16,7 @@ from looped.errors import LoopedError
 from looped.train import checkpoint, ranks, schedule
 from looped.train.build import flops_per_token
 from looped.train.corpus import Corpus
+from looped.train.figures import perplexities
 from looped.train.folder import plain
 from looped.train.held_out import held_out_loss
 from looped.train.loggers import Logger, open_loggers
@@ -165,7 +166,8 @@ class Watch(lightning.Callback):
         now_here = [self.base_seconds + now - self.started, min(self.recent, default=0.0)]
         clock.measure(*self.agreement.of_first(now_here))
         self.marked, self.marked_step, self.paused = now, clock.steps, 0.0
-        self.last = means | self._speed(module, step_seconds, means) | {"progress": clock.progress}
+        self.last = means | perplexities(means, module.model.config.max_loops)
+        self.last |= self._speed(module, step_seconds, means) | {"progress": clock.progress}
         self.last["lr"] = schedule.learning_rate(self.options.optim, clock.progress)
         self.last["beta"] = schedule.beta(self.options.objective, clock.progress)
         for logger in self.loggers:

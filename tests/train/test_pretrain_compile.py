@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from looped.train.build import compile_blocks, new_model
-from looped.train.objective import Moment, OuroLoss
+from looped.train.objective import Moment
+from looped.train.ouro_loss import OuroLoss
 from looped.train.recipe import Init, Objective, Shape, model_config
 from looped.train.windows import Batch
 

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_trained_further(tmp_path: Path, cli: Callable[..., Ran]
     run += ["--data.window", 64, "--data.workers", 1, "--init.checkpoint", "tiny-ouro", "--device", "cpu"]
     run += ["--optim.rows", 2, "--optim.lr", 1e-5, "--max-steps", 2, "--eval-rows", 0, "--log-every", 1]
     planned = cli(*run, "--dry-run")
-    assert json.loads(planned.out.splitlines()[-1])["parameters"] == 7_567_937
+    assert json.loads(planned.out.splitlines()[-1])["parameters"] == 7_573_889
     done = cli(*run)
     assert done.code == 0, done.err
     summary = json.loads(done.out.splitlines()[-1])
@@ -119,7 +119,8 @@ def test_a_checkpoint_is_trained_further(tmp_path: Path, cli: Callable[..., Ran]
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["answer_ce_4"] < 2.0  # a random model is at log 2048 = 7.6
     texts = tmp_path / "a.jsonl"
-    texts.write_text('{"text": "Some text."}\n' * 300)
+    texts.write_text('{"text": "Some text."}\n' * 1500)
     longer = ["--data.source", texts, "--data.folder", tmp_path / "long", "--data.window", 1600, "--overwrite"]
-    assert "exceed the 1536 of tiny-ouro" in cli(*run, *longer, "--data.held-out", 100).refusal
+    refused = cli(*run, *longer, "--data.held-out", 100)
+    assert refused.code == 2 and "exceed the 1536 of tiny-ouro" in refused.err
     assert (tmp_path / "run" / "model").is_dir()
