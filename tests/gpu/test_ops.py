@@ -235,6 +235,29 @@ def test_overlapped_launches_change_no_bit(num_rows: int, monkeypatch: pytest.Mo
             assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 40, 64])
+def test_a_captured_chain_that_ends_in_the_head(num_rows: int) -> None:
+    """The head's weights are on their way before its rows exist: it must see this replay's, not the last's."""
+    w, weight, move = draw(20000, 512, seed=1) / 22, draw(512, seed=2), draw(num_rows, 512, seed=3)
+    x = draw(num_rows, 512)
+    serves(x, w)
+
+    def run() -> tuple[Tensor, Tensor]:
+        x.add_(move)
+        return kernels.head_largest(kernels.norm_rows(x, weight, 1e-6), w)
+
+    with torch.inference_mode():
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens, ok = run()
+        for _ in range(100):
+            graph.replay()
+            most, expected = head.head_logits(kernels.norm_rows(x, weight, 1e-6), w).float().max(-1)
+            assert torch.equal(tokens, expected) and torch.equal(ok, most.isfinite())
+
+
 def test_what_is_said() -> None:
     said = ops.describe(torch.device("cuda"), torch.bfloat16)
     assert "Triton" in said and "64 rows" in said

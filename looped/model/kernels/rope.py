@@ -10,7 +10,8 @@ from torch import Tensor
 
 from looped.model.kernels.launch import after_previous, launch_options, padded
 
-HEADS = 4
+# Heads of a program, and its warps.
+HEADS, WARPS = 4, 2
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def rope_rows(
     _rope[(num_rows, -(-num_heads // HEADS))](
         out_NAK, parts_SNF, parts_SNF if bias is None else bias, cos, sin, num_rows,
         ROTATED=num_rotated, ALL=num_heads, HEAD_DIM=head_dim, PADDED=padded(head_dim // 2), HEADS=HEADS,
-        SPLITS=splits, BIAS=bias is not None, INTERLEAVED=interleaved, num_warps=2,
+        SPLITS=splits, BIAS=bias is not None, INTERLEAVED=interleaved, num_warps=WARPS,
         **launch_options(parts_SNF.device),
     )  # fmt: skip
     return out_NAK
