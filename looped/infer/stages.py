@@ -132,7 +132,7 @@ class Stages:
         gate's state. Returns who is known to leave after the first loop step: bool [N], or None where nobody can."""
         state, model = self.state, self.model
         at, positions, tokens = self.ops.fresh(state, at)
-        noise = model.init_state(state.seed[at], positions)
+        noise = model.init_state(state.seed[at], positions) if model.config.injection else None
         h, injection = model.prelude(tokens, positions, self._outer_attend(at, positions), noise)
         self.ops.enter(state, self.tick, at, h)
         if state.injection is not None and injection is not None:
