@@ -101,7 +101,7 @@ def test_two_devices_halve_what_they_share(tmp_path: Path) -> None:
     )
     assert one.seconds == pytest.approx(2 * copies.seconds)
     assert copies.memory.optimizer == one.memory.optimizer == 2 * parts.memory.optimizer
-    assert copies.memory.activations == one.memory.activations / 2
+    assert copies.memory.activations == pytest.approx(one.memory.activations / 2, rel=0.01)
 
 
 def test_a_checkpoint_is_trained_further(tmp_path: Path, cli: Callable[..., Ran]) -> None:
