@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from looped.analysis.exit_files import FORMAT, Meta, Recorded
 from looped.analysis.worklist import WorkItem, WorkList
 from looped.errors import LoopedError
-from looped.gates import Criterion, DelayGate, Entry, Gate, LookaheadGate, OuroGate, Params
+from looped.gates import Criterion, DelayGate, Entry, ForeseenConvergenceGate, Gate, LookaheadGate, OuroGate, Params
+from looped.gates.hazard import StepGate
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
 from looped.progress import progress
@@ -28,7 +29,8 @@ def record(model: LoopedLM, gate: Gate, work: WorkList) -> Recorded:
     inner = gate.inner if isinstance(gate, DelayGate) else gate
     # What coda layers read of earlier tokens is what these left with.
     apart = not (inner.needs_logits and model.config.num_coda_layers)
-    if not isinstance(inner, OuroGate | LookaheadGate | Criterion) or not apart:
+    known = OuroGate | StepGate | LookaheadGate | ForeseenConvergenceGate | Criterion
+    if not isinstance(inner, known) or not apart:
         raise LoopedError(
             f"the {gate.name} gate looks at where earlier tokens left, which differs by threshold: its exits cannot be "
             "recorded in one pass; use `looped bench offline --record-exits`"
@@ -41,11 +43,12 @@ def record(model: LoopedLM, gate: Gate, work: WorkList) -> Recorded:
             values.append(_values(model, inner, item))
             bar.advance()
     table = np.concatenate(values)
-    if isinstance(gate, DelayGate) or isinstance(inner, LookaheadGate):
+    if isinstance(gate, DelayGate) or isinstance(inner, LookaheadGate | ForeseenConvergenceGate):
         # What is decided at one step is about the next.
         table = np.concatenate((np.full_like(table[:, :1], np.nan), table[:, :-1]), 1)
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
     rule = inner.rule if isinstance(inner, Criterion) else "at-least"
+    rule = "below" if isinstance(inner, ForeseenConvergenceGate) else rule
     threshold = gate.default_threshold(model.config)
     name, revision, loops = model.name, model.revision, model.config.max_loops
     meta = Meta(FORMAT, name, revision, gate.name, rule, gate.min_depth, loops, threshold, work.source)
@@ -63,7 +66,7 @@ def _values(model: LoopedLM, gate: Gate, item: WorkItem) -> NDArray[np.float32]:
     first = len(item.prompt_ids)
     noise = model.init_state(torch.zeros_like(ids), positions.expand_as(ids))
     h, injection = model.prelude(ids, positions, dense_causal, noise)
-    columns = []
+    columns, before = [], model.readout(h)[0, first:]
     survival = torch.ones(ids.shape[1] - first, device=model.device)
     if isinstance(gate, Criterion):
         ones = torch.ones_like(positions[first:])
@@ -71,6 +74,7 @@ def _values(model: LoopedLM, gate: Gate, item: WorkItem) -> NDArray[np.float32]:
     for step in range(1, model.config.max_loops + 1):
         h = model.core(h, injection, positions, step, dense_causal)
         z = model.readout(h)[0, first:]
+        at = torch.full(z.shape[:1], step, device=z.device)
         if isinstance(gate, Criterion):
             seen = model.coda(h[0, first:], positions[first:], dense_causal) if gate.needs_logits else z
             state, value = gate.measure(state, seen)
@@ -78,8 +82,14 @@ def _values(model: LoopedLM, gate: Gate, item: WorkItem) -> NDArray[np.float32]:
         elif isinstance(gate, OuroGate):
             survival = survival * (1 - gate.hazard(z))
             columns.append(1 - survival)
-        elif isinstance(gate, LookaheadGate):
-            survival = survival * (1 - gate.hazard(z, torch.full(z.shape[:1], step, device=z.device)))
+        elif isinstance(gate, StepGate):
+            survival = survival * (1 - gate.hazard(z, at))
             columns.append(1 - survival)
+        elif isinstance(gate, LookaheadGate):
+            survival = survival * (1 - gate.hazard(z, at, before))
+            columns.append(1 - survival)
+        elif isinstance(gate, ForeseenConvergenceGate):
+            columns.append(gate.expected(z, before, at).exp())
+        before = z
     table: NDArray[np.float32] = torch.stack(columns, 1).float().cpu().numpy()
     return table

@@ -26,6 +26,7 @@ from looped.gates import (
 )
 from looped.gates.criteria import CRITERIA
 from looped.gates.hazard import Hidden, TrainedGate
+from tests import trained
 from tests.models import micro_ouro, random_lookahead, random_pre_loop
 
 MODEL = micro_ouro()
@@ -51,6 +52,7 @@ GATES: dict[str, Callable[[], Gate]] = {
     "pre-loop": lambda: random_pre_loop(MODEL),
     "pre-loop with a hidden layer": lambda: with_hidden(random_pre_loop(MODEL), 1),
     "hybrid": lambda: HybridGate(random_pre_loop(MODEL), random_lookahead(MODEL)),
+    **{name: lambda make=make: make(MODEL) for name, (make, _) in trained.ALL.items()},
 }
 
 

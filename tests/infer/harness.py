@@ -32,6 +32,7 @@ from looped.infer import Completion, Engine, EngineOptions, Output, Request, Sam
 from looped.infer.late import LateScheduler
 from looped.model import LoopedLM
 from looped.sampling_options import Sampling
+from tests import trained
 from tests.models import micro_huginn, micro_ouro, random_lookahead, random_pre_loop
 
 # Lengths of prompts: one token, and around the edges of 16-token pages and 8-token chunks.
@@ -90,6 +91,7 @@ def gate_case(family: str, name: str) -> GateCase:
         "lookahead": lambda: GateCase(random_lookahead(model), 0.5),
         "hybrid": lambda: GateCase(HybridGate(random_pre_loop(model), random_lookahead(model)), 0.5),
         "pre-loop": lambda: GateCase(random_pre_loop(model), 0.6),
+        **{gate: lambda make=make, q=q: GateCase(make(model), q) for gate, (make, q) in trained.ALL.items()},
     }
     return cases[name]()
 
