@@ -113,7 +113,8 @@ class StepHeads(TrainedGate):
 def relative_change(z: Tensor, before: Tensor) -> Tensor:
     """||z - before|| / ||z|| of readouts [..., D], what the convergence criterion looks at: [...]."""
     now = wide(z)
-    return (now - wide(before)).norm(dim=-1) / now.norm(dim=-1)
+    change: Tensor = (now - wide(before)).norm(dim=-1) / now.norm(dim=-1)
+    return change
 
 
 def entry_features(entry: Entry, inputs: tuple[str, ...]) -> Tensor:

@@ -25,6 +25,7 @@ from looped.model import LoopedLM
 from looped.progress import progress
 from looped.train.batches import Shape
 from looped.train.distill_data import Documents
+from looped.train.distill_speed import Meter
 from looped.train.feed import Feed, Place
 from looped.train.sequences import Batch
 from looped.train.sights import Sights
@@ -118,7 +119,7 @@ class Features(NamedTuple):
 
     blocks: dict[str, Tensor]
     targets: dict[str, Tensor]
-    index: int = 0
+    batch: int = 0
     """Number of the batch, from 0; of features in memory 0."""
 
     @property
@@ -128,8 +129,8 @@ class Features(NamedTuple):
 
     def rows(self, chosen: Tensor) -> Features:
         """The examples of `chosen` [n]."""
-        parts = ({name: x[chosen] for name, x in part.items()} for part in (self.blocks, self.targets))
-        return Features(*parts, self.index)
+        blocks, targets = ({name: x[chosen] for name, x in part.items()} for part in (self.blocks, self.targets))
+        return Features(blocks, targets, self.batch)
 
 
 class Teaching:
@@ -152,6 +153,7 @@ class Teaching:
         self.targets = [*dict.fromkeys(student.target for student in self.students)]
         self.floors = [deployment.floor(student.min_depth) for student in students]
         self.table = TokenTable()
+        self.meter = Meter(model.config, model.device)
 
     @torch.no_grad()
     def features(self, batch: Batch, index: int) -> Features:
@@ -170,7 +172,14 @@ class Teaching:
         targets = {name: sights.target(name, self.deployment.teacher) for name in self.targets}
         own = curve_of(self.deployment.teacher, sights.seen)
         self.table.add(sights.tokens, own)
+        self.meter.count(batch.num_tokens, batch.bounds.cuts, self.num_readings * len(sights.tokens))
         return Features(blocks, targets, index)
+
+    @property
+    def num_readings(self) -> int:
+        """Times the head reads a token: once for what the token before left, and after each loop for losses."""
+        carried = any(name in ("state", "entropy", "surprisal", "depth") for name in self.needs)
+        return int(carried) + self.model.config.max_loops * ("losses" in self.targets)
 
     def feed(self, documents: Documents, place: Place | None = None) -> Feed:
         """Batches with their index, from a noted place on; made ahead where a GPU does the rest."""

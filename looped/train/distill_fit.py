@@ -20,6 +20,7 @@ from looped.progress import progress
 from looped.train.distill import LBFGS_AT_ONCE, Features, Teaching, collect
 from looped.train.distill_data import Documents
 from looped.train.distill_keep import Keeper, NotFiniteError, Unfinished
+from looped.train.distill_speed import Meter
 from looped.train.feed import Feed
 from looped.train.students import Student
 
@@ -47,7 +48,7 @@ class Distillation(lightning.LightningModule):
             for part in student.parts:
                 loss = loss + self.plan.ridge / self.num_positions * part.weight.square().sum()
             if not bool(torch.isfinite(loss)):
-                self._refuse(student, float(loss.detach()), self.first_step + batch_idx + 1, batch.index)
+                self._refuse(student, float(loss.detach()), self.first_step + batch_idx + 1, batch.batch)
             total = total + loss
         return total
 
@@ -115,7 +116,7 @@ class Shuffled(IterableDataset[Features]):
             order = order.to(next(iter(self.features.targets.values())).device)
             for index, rows in enumerate(torch.split(order, self.size)):
                 if len(rows) == self.size:
-                    yield self.features.rows(rows)._replace(index=index)
+                    yield self.features.rows(rows)._replace(batch=index)
 
 
 class Streamed(IterableDataset[Features]):
@@ -145,15 +146,15 @@ def distil(teaching: Teaching, documents: Documents, unfinished: Unfinished) -> 
     keeper = Keeper(module, unfinished)
     place = keeper.load() if unfinished.resume else None
     if place is None:
-        _prepare(students, next(iter(Streamed(teaching, teaching.feed(documents)))))
+        prepare(students, next(iter(Streamed(teaching, teaching.feed(documents)))))
     keeper.feed = teaching.feed(documents, place)
-    _fit(module, Streamed(teaching, keeper.feed), [keeper], "heads (steps)")
+    _fit(module, Streamed(teaching, keeper.feed), [keeper], "heads (steps)", teaching.meter)
     return keeper.positions
 
 
 def fit_cached(module: Distillation, features: Features) -> None:
     """Train on features in memory: with L-BFGS the heads first, then what a hidden layer adds."""
-    _prepare(module.students, features)
+    prepare(module.students, features)
     module.num_positions = features.num
     size = module.num_positions if module.lbfgs else module.plan.batch_tokens
     name = module.students[0].spec.text
@@ -162,12 +163,14 @@ def fit_cached(module: Distillation, features: Features) -> None:
         _fit(module, Shuffled(features, _HIDDEN_BATCH, module.plan.seed), [], f"{name}, hidden layer (steps)")
 
 
-def _prepare(students: list[Student], features: Features) -> None:
+def prepare(students: list[Student], features: Features) -> None:
     for student in students:
         student.prepare(features.blocks, features.targets[student.target])
 
 
-def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any], name: str) -> None:
+def _fit(
+    module: Distillation, data: IterableDataset[Features], extra: list[Any], name: str, meter: Meter | None = None
+) -> None:
     _quiet()
     module.train()
     device = next(module.parameters()).device
@@ -181,7 +184,7 @@ def _fit(module: Distillation, data: IterableDataset[Features], extra: list[Any]
             max_steps=left,
             max_epochs=-1,
             logger=False,
-            callbacks=[_Bar(bar, at_once), *extra],
+            callbacks=[_Bar(bar, at_once, meter), *extra],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -203,10 +206,10 @@ def _quiet() -> None:
 
 
 class _Bar(callbacks.Callback):
-    """Tells our progress bar, and ends L-BFGS when the loss has stopped falling."""
+    """Tells our progress bar, with the speed of the teacher, and ends L-BFGS when the loss has stopped falling."""
 
-    def __init__(self, bar: Any, at_once: int) -> None:
-        self.bar, self.at_once = bar, at_once
+    def __init__(self, bar: Any, at_once: int, meter: Meter | None) -> None:
+        self.bar, self.at_once, self.meter = bar, at_once, meter
         self.loss = math.inf
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
@@ -215,4 +218,5 @@ class _Bar(callbacks.Callback):
             return
         before, self.loss = self.loss, float(outputs["loss"])
         trainer.should_stop |= module.lbfgs and self.loss > (1 - _CONVERGED) * before
-        self.bar.advance(self.at_once, note=f"loss {self.loss:.5f}")
+        speed = self.meter.look() if self.meter is not None else ""
+        self.bar.advance(self.at_once, note=", ".join(filter(None, (f"loss {self.loss:.5f}", speed))))

@@ -72,7 +72,7 @@ class Keeper(callbacks.Callback):
         self.positions += batch.num
         self.done = self.module.first_step + batch_idx + 1
         if self.feed is not None:
-            self.place = self.feed.place(batch.index)
+            self.place = self.feed.place(batch.batch)
         if time.monotonic() - self.saved >= self.unfinished.seconds:
             self.save(trainer)
             self.saved = time.monotonic()

@@ -102,7 +102,7 @@ def _lost(gate: Curve, held: Held, threshold: float, what: str) -> Tensor:
     at = exit_depths(gate, threshold)[:, None] - 1
     if what == "tokens":
         return (~held.right.gather(1, at)[:, 0]).double()
-    beyond = held.losses.gather(1, at)[:, 0] - held.losses[:, -1]
+    beyond: Tensor = held.losses.gather(1, at)[:, 0] - held.losses[:, -1]
     return (beyond.double() / _MOST_NATS).clamp(0, 1)
 
 

@@ -12,6 +12,8 @@ from looped.analysis.svg import Scale, Svg
 from looped.files import write_text
 from looped.train.distill_report import GateReport
 
+_COLOURS = re.compile(r":root \{[^}]*\}|@media \(prefers-color-scheme: dark\) \{\s*:root \{[^}]*\}\s*\}")
+_SHAPES = re.compile(r"text|\.(grid|series|mark|error|axis|bound)")
 _PANEL, _HEIGHT, _LEFT, _GAP, _TOP = 250, 230, 44, 62, 34
 
 
@@ -24,38 +26,32 @@ def plot(reports: Sequence[GateReport], max_loops: int) -> str:
     """Predicted against found hazards (the teacher's, the oracle's), mean depth against threshold, and what exits
     keep against mean depth: one panel each."""
     width = _LEFT + 4 * _PANEL + 3 * _GAP + 16
-    legend = 18 * (-(-len(reports) // 4) + 1)
-    svg = Svg(width, _TOP + _HEIGHT + 50 + legend, "reliability, dial and cost of exit gates")
+    foot = _TOP + _HEIGHT + 56
+    rows = -(-len(reports) // 4)
+    svg = Svg(width, foot + 18 * rows + 12, "reliability, dial and cost of exit gates")
+    svg.rect(0, 0, width, svg.height, "page", fill="var(--page)")
     looks = [LOOKS[i % len(LOOKS)] for i in range(len(reports))]
-    for index, (title, draw) in enumerate(
-        (
-            ("hazard predicted / the teacher's", lambda at: _reliability(svg, at, reports, looks, oracle=False)),
-            (
-                "hazard predicted / already the last token",
-                lambda at: _reliability(svg, at, reports, looks, oracle=True),
-            ),
-            ("threshold / mean depth", lambda at: _dial(svg, at, reports, looks, max_loops)),
-            ("mean depth / token unchanged", lambda at: _cost(svg, at, reports, looks, max_loops)),
-        )
-    ):
-        left = _LEFT + index * (_PANEL + _GAP)
+    lefts = [_LEFT + index * (_PANEL + _GAP) for index in range(4)]
+    titles = ("the teacher's hazard by predicted", "already the last token, by predicted hazard")
+    for left, title in zip(lefts, (*titles, "mean depth by threshold", "token unchanged by mean depth"), strict=True):
         svg.text(left, _TOP - 14, title, "name")
-        draw(left)
-    for index, (report, look) in enumerate(zip(reports, looks, strict=True)):
-        x, y = _LEFT + (index % 4) * (_PANEL + _GAP), _TOP + _HEIGHT + 56 + 18 * (index // 4)
+    _reliability(svg, lefts[0], reports, looks, oracle=False)
+    _reliability(svg, lefts[1], reports, looks, oracle=True)
+    _dial(svg, lefts[2], reports, looks, max_loops)
+    _cost(svg, lefts[3], reports, looks, max_loops)
+    entries = [(report.gate, look) for report, look in zip(reports, looks, strict=True)]
+    for index, (name, look) in enumerate([*entries, ("teacher", FIXED_LOOK)]):
+        x, y = lefts[index % 4], foot + 18 * (index // 4)
         svg.mark(x, y - 4, look.shape, f"mark {look.kind}")
-        svg.text(x + 12, y, report.gate, "label")
-    y = _TOP + _HEIGHT + 56 + 18 * (-(-len(reports) // 4))
-    svg.mark(_LEFT, y - 4, FIXED_LOOK.shape, f"mark {FIXED_LOOK.kind}")
-    svg.text(_LEFT + 12, y, "teacher", "label")
-    colours = "\n".join(
-        re.findall(r":root \{[^}]*\}|@media \(prefers-color-scheme: dark\) \{\s*:root \{[^}]*\}\s*\}", STYLE)
-    )
-    shapes = "\n".join(
-        line for line in STYLE.splitlines() if re.match(r"(text|\.(grid|series|mark|error|axis|bound))", line.strip())
-    )
+        svg.text(x + 12, y, name, "label")
     head, body = str(svg).split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{colours}\n{shapes}</style>{body}'
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{_style()}</style>{body}'
+
+
+def _style() -> str:
+    """Of the report's style sheet, its colours and what is drawn here."""
+    colours: list[str] = _COLOURS.findall(STYLE)
+    return "\n".join([*colours, *(line for line in STYLE.splitlines() if _SHAPES.match(line))])
 
 
 def _axes(svg: Svg, left: float, x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float], form: str = "g") -> None:

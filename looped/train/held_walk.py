@@ -77,7 +77,9 @@ def observe(
     floor: int,
 ) -> Parts:
     """What gates say when contexts leave at the teacher's exits at `threshold`, from depth `floor` on."""
-    decode, prompt, seen_documents = [], [], 0
+    decode: list[Held] = []
+    prompt: list[Held] = []
+    seen_documents = 0
     alone = {name: gate for name, gate in gates.items() if not gate.uses_carry}
     for batch in batched(model, documents, batch_tokens, f"held-out, from depth {floor} (tokens)"):
         seen = walk(model, batch, deployment.policy(batch, *_same(batch, threshold, floor)))

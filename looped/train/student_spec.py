@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from looped.errors import LoopedError, unknown
 from looped.gates.hazard import PreLoopGate
@@ -13,8 +13,9 @@ KINDS = ("lookahead", "pre-loop", "hybrid", "stage2", "same-step", "convergence"
 """Kinds of gates that can be trained; the last two have a threshold to be found and nothing else."""
 CRITERIA = KINDS[-2:]
 _ALL = ("lookahead", "pre-loop")
-_SHARING = ("per-step", "shared", "single")
-_TARGETS = ("teacher", "retrospective", "prospective")
+Sharing = Literal["per-step", "shared", "single"]
+Target = Literal["teacher", "retrospective", "prospective"]
+_SHARING, _TARGETS = get_args(Sharing), get_args(Target)
 _MLP_UNITS = 256
 _ON_STEPS = ("lookahead", "hybrid", "stage2", "same-step")
 _BEFORE = ("pre-loop", "hybrid")
@@ -31,11 +32,11 @@ class Spec:
     kind: str
     hidden: int = 0
     loss: str = "kl"
-    sharing: Literal["per-step", "shared", "single"] = "per-step"
+    sharing: Sharing = "per-step"
     change: bool = False
     inputs: tuple[str, ...] = PreLoopGate.known_inputs
     softmax: bool = False
-    target: Literal["teacher", "retrospective", "prospective"] = "teacher"
+    target: Target = "teacher"
 
     @property
     def name(self) -> str:
@@ -91,9 +92,9 @@ def _with(spec: Spec, word: str) -> Spec:
         if word in LOSSES and spec.kind != "stage2":
             return replace(spec, loss=word)
         if word in _TARGETS and (word != "teacher" or spec.kind != "stage2") and spec.kind != "same-step":
-            return replace(spec, target=word)
+            return replace(spec, target=cast(Target, word))
         if word in _SHARING and spec.kind in _ON_STEPS:
-            return replace(spec, sharing=word)
+            return replace(spec, sharing=cast(Sharing, word))
         if word == "change" and spec.kind in ("lookahead", "hybrid"):
             return replace(spec, change=True)
         if word == "softmax" and spec.kind == "pre-loop":

@@ -361,7 +361,7 @@ def new_students(specs: list[Spec], model: LoopedLM) -> list[Student]:
 
 def _student(spec: Spec, model: LoopedLM) -> Student:
     if model.exit_gate is not None or spec.kind in CRITERIA or spec.target != "teacher":
-        return _STUDENTS[spec.kind](spec, model)  # type: ignore[call-arg]
+        return _STUDENTS[spec.kind](spec, model)
     if spec.kind == "lookahead" and not spec.change and spec.loss == "kl":
         return ForeseenStudent(spec, model)
     raise LoopedError(
