@@ -139,7 +139,7 @@ def test_head_of_any_size(num_rows: int, inner: int, vocab_size: int, dtype: tor
 @pytest.mark.parametrize("num_rows", [3, 50])
 def test_head_by_other_launches(num_rows: int) -> None:
     """One tile a program and many, and last tiles that lie behind the vocabulary."""
-    sizes = (Head(64, 64, 2, 8), Head(128, 128, 3, 1), Head(128, 64, 4, 1, 8))
+    sizes = (Head(64, 64, 2, 8), Head(128, 128, 3, 1), Head(128, 64, 4, 1, 8, 1))
     check_head(num_rows, 520, 20008, torch.bfloat16, *sizes)
 
 

@@ -34,13 +34,15 @@ class Head(NamedTuple):
     resident: int
     """Programs that a multiprocessor holds."""
     num_warps: int = 4
+    lag: int = 0
+    """Products that still run while the next one starts: 1 keeps the matrix units busy where they are the limit."""
 
 
 @gluon.jit
 def _head(
     out, w, x,
     V: gl.constexpr, STEPS: gl.constexpr, TILES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, KEYS: gl.constexpr, INF: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, LAG: gl.constexpr, KEYS: gl.constexpr, INF: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (C,). w [V, D]; out is logits [N, V], or with KEYS the programs' candidates [N, C], see `largest`."""
     NUM_BYTES: gl.constexpr = (BN + BM) * BK * 2
@@ -70,17 +72,20 @@ def _head(
         for inner in range(STEPS):
             step = tile * STEPS + inner
             stage = step % STAGES
-            bar = ready.index(stage)
-            mbarrier.wait(bar, (step // STAGES) & 1)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             acc = warpgroup_mma(w_smem.index(stage), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            later = step + STAGES
-            more = later < TOTAL
-            gl.thread_barrier()  # every warp has read the stage
+            acc = warpgroup_mma_wait(num_outstanding=LAG, deps=(acc,))
+            gl.thread_barrier()  # every warp has read the stage of LAG steps before
+            later = step - LAG + STAGES
+            more = (step >= LAG) & (later < TOTAL)
+            stage = later % STAGES
+            bar = ready.index(stage)
             mbarrier.expect(bar, NUM_BYTES, pred=more)
             at = [first + (later // STEPS) * BN, (later % STEPS) * BK]
             tma.async_copy_global_to_shared(w, at, bar, w_smem.index(stage), pred=more)
             tma.async_copy_global_to_shared(x, [0, (later % STEPS) * BK], bar, x_smem.index(stage), pred=more)
+        if LAG:
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         rounded = acc.to(w.dtype)
         if KEYS:
             bits = rounded.to(gl.int16, bitcast=True).to(gl.int32)
@@ -110,7 +115,7 @@ def head_sizes(num_rows: int) -> Head:
         return Head(64, 128, 5, 2)
     if num_rows <= 64:
         return Head(64, 128, 4, 2) if num_rows <= 32 else Head(128, 128, 4, 1)
-    return Head(128, 64, 6, 1, 8) if num_rows <= 128 else Head(128, 64, 4, 1, 8)
+    return Head(128, 64, 6, 1, 8, 1) if num_rows <= 128 else Head(128, 64, 4, 1, 8, 1)
 
 
 def head_logits(x_ND: Tensor, w_VD: Tensor, sizes: Head | None = None) -> Tensor:
@@ -151,6 +156,6 @@ def _launch(out: Tensor, x_ND: Tensor, w_VD: Tensor, sizes: Head, tiles: int, pr
         TensorDescriptor.from_tensor(w_VD, w_block, gl.NVMMASharedLayout.get_default_for(w_block, kind)),
         TensorDescriptor.from_tensor(x_ND, x_block, gl.NVMMASharedLayout.get_default_for(x_block, kind)),
         V=len(w_VD), STEPS=steps, TILES=tiles, BM=tall, BN=sizes.outer, BK=sizes.inner,
-        STAGES=min(sizes.num_stages, steps * tiles), KEYS=keys, INF=INFINITY[x_ND.dtype], num_warps=sizes.num_warps,
-        launch_pdl=overlaps(x_ND.device),
+        STAGES=min(sizes.num_stages, steps * tiles), LAG=sizes.lag, KEYS=keys, INF=INFINITY[x_ND.dtype],
+        num_warps=sizes.num_warps, launch_pdl=overlaps(x_ND.device),
     )  # fmt: skip
