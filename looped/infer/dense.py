@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,15 +53,21 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[PromptPiece]) -> Work:
-        rows, pieces, ends, start = [], [], [], 0
-        for prompt in prompts:
-            first, count = prompt.start, len(prompt.token_ids)
-            rows.append(np.stack((np.full(count, prompt.slot), np.arange(first, first + count), prompt.token_ids)))
-            pieces.append(Piece(prompt.slot, start, start + count, first, first + count))
-            start += count
+        lens = np.array([len(prompt.token_ids) for prompt in prompts])
+        stops = lens.cumsum()
+        starts = stops - lens
+        slots = np.repeat([prompt.slot for prompt in prompts], lens)
+        shifts = np.array([prompt.start for prompt in prompts]) - starts
+        positions = np.arange(stops[-1]) + np.repeat(shifts, lens)
+        tokens = np.fromiter(chain.from_iterable(prompt.token_ids for prompt in prompts), np.int64, len(slots))
+        pieces, ends = [], []
+        for prompt, start, stop in zip(prompts, starts.tolist(), stops.tolist(), strict=True):
+            end = prompt.start + stop - start
+            pieces.append(Piece(prompt.slot, start, stop, prompt.start, end))
             if prompt.sample:
-                ends.append((start - 1, prompt.slot, first + count - 1))
-        return cls(np.concatenate(rows, 1), tuple(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3).T)
+                ends.append((stop - 1, prompt.slot, end - 1))
+        rows = np.stack((slots, positions, tokens)).astype(np.int64)
+        return cls(rows, tuple(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3).T)
 
     def padded(self, size: int) -> Work:
         """With `size` rows: the new ones are one piece of slot 0, which has a single key."""
@@ -89,6 +96,7 @@ class DensePrompts:
         self._rows_3N = torch.zeros((3, largest), dtype=torch.long, device=device)
         self._table_3B = torch.zeros((3, num_seqs + 2), dtype=torch.int32, device=device)
         self._ends_3A = torch.zeros((3, num_seqs), dtype=torch.long, device=device)
+        self._largest = 0
         # From the body to the first tokens.
         self._h, self._end = torch.zeros((2, num_seqs, config.hidden_size), dtype=dtype, device=device)
 
@@ -103,6 +111,10 @@ class DensePrompts:
         self._run_body(work)
         return self._first_tokens(self._count(num_ends), level) if num_ends else None
 
+    def describe(self) -> str:
+        """What is said once at start."""
+        return f"prefills of up to {self._largest} tokens in graphs" if self._largest else "prefills without graphs"
+
     def capture(self, levels: Sequence[int]) -> None:
         """Every launch there is, for rows of slot 0; the largest first, see `Graphs`."""
         nothing = np.zeros((3, 0), dtype=np.int64)
@@ -112,6 +124,8 @@ class DensePrompts:
                 self._launch(work, size, by_rows=True)
             if self.backend.pads_prefill:
                 self._launch(work, size, by_rows=False)
+            if size <= self.backend.by_rows or self.backend.pads_prefill:
+                self._largest = max(self._largest, size)
         for count in reversed(self.counts):
             for level in levels:
                 self._first_tokens(count, level)

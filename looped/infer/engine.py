@@ -160,6 +160,7 @@ class Engine:
             parts.append("prefix cache")
         if self.model.device.type == "cuda":
             parts.append(f"CUDA graphs {self.runner.graphs.describe()}")
+            parts.append(self.runner.prompts.dense.describe())
         return ", ".join(parts)
 
     # Requests.

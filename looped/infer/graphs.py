@@ -16,6 +16,9 @@ from torch import Tensor
 
 from looped.errors import LoopedError
 
+# While a graph is recorded the allocator cannot give back what it holds unused.
+LOW_BYTES = 4 << 30
+
 Outputs = tuple[Tensor | None, ...]
 Stage = Callable[[], Outputs]
 
@@ -110,14 +113,26 @@ class Graphs:
                 warm_up()
             main.wait_stream(self._stream)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the first run took must not count as the graph's
             free = torch.cuda.mem_get_info()[0]
+            if free < LOW_BYTES:
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info()[0]
             graph = torch.cuda.CUDAGraph()
-            # Other threads of a server may call CUDA meanwhile: only this one's calls are held to a capture's rules.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                outputs = stage()
+            # `torch.cuda.graph` would empty the caches of device and host memory before each of many captures. Other
+            # threads of a server may call CUDA meanwhile: only this one's calls are held to a capture's rules.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    outputs = stage()
+                finally:
+                    graph.capture_end()
             self.num_bytes += max(free - torch.cuda.mem_get_info()[0], 0)
         return _Captured(graph, outputs)
+
+    def settle(self) -> None:
+        """Give back what the runs before the captures took, once all of them are done."""
+        if self.enabled:
+            torch.cuda.empty_cache()
 
     def describe(self) -> str:
         """What is said once at start."""

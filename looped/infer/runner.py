@@ -161,6 +161,7 @@ class Runner:
                     plan = Plan(stage, (0,) * rows, rows=rows, fused=self.fuse and stage is Stage.CORE)
                     for level in CAPTURED_LEVELS if stage in samples else (GREEDY,):
                         self._late(plan, 1, level) if self.late else self._picked(plan, 1, level)
+        self.graphs.settle()
 
     # Prompts.
 

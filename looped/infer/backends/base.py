@@ -102,8 +102,7 @@ def piece_table(pieces: Sequence[Piece], places: int) -> NDArray[np.int32]:
     """Pieces as numbers [3, places + 1]: first rows and, behind them, the end; slots; ends."""
     table = np.zeros((3, places + 1), dtype=np.int32)
     table[0] = pieces[-1].stop
-    for place, piece in enumerate(pieces):
-        table[:, place] = piece.start, piece.slot, piece.end
+    table[:, : len(pieces)] = np.array([(piece.start, piece.slot, piece.end) for piece in pieces]).T
     return table
 
 
