@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from looped.config import ModelConfig
 from looped.errors import LoopedError
+from looped.kv import get_layout
 from looped.model import LoopedLM, load
 from looped.model.loading import find_checkpoint
 from looped.train import checkpoint
@@ -58,7 +60,17 @@ def begin(options: Options, corpus: Corpus, run: Path) -> Start:
     else:
         config = model_config(options.model, corpus.vocab_size, corpus.train.length, corpus.eos_id, corpus.pad_id)
         model = new_model(config, options.init, options.seed)
+    model.config = replace(model.config, default_layout=served_layout(options, model.config))
     return Start(model.requires_grad_(True).train(), clock)
+
+
+def served_layout(options: Options, config: ModelConfig) -> str:
+    """The KV layout that a run teaches its model to live with, which is then its default; else the one it has."""
+    objective, recurrence = options.objective, options.recurrence
+    taught, name = objective.ragged_from < 1 and objective.kv_share > 0, objective.kv
+    if config.injection:
+        taught, name = recurrence.kv_from < 1 and recurrence.kv_share > 0, recurrence.kv
+    return name if taught and not get_layout(name).needs_dense else config.default_layout
 
 
 def check_fit(options: Options, corpus: Corpus, model: LoopedLM) -> None:

@@ -35,7 +35,8 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
     count = ranks.world() * len(x)
     x, y = x - ranks.total(x.sum()) / count, y - ranks.total(y.sum()) / count
     xy, xx, yy = ranks.total(torch.stack([(x * y).sum(), (x * x).sum(), (y * y).sum()]))
-    return (xy / (xx * yy).sqrt().clamp_min(1e-12)).float()
+    found: Tensor = xy / (xx * yy).sqrt().clamp_min(1e-12)
+    return found.float()
 
 
 def relative_change(after: Tensor, before: Tensor) -> Tensor:
@@ -89,7 +90,8 @@ def _adaptive_gain(losses: Tensor, depth: Tensor, at_exit: Tensor, mask: Tensor)
     sums += [(depth * mask).sum().float(), (at_exit * mask).sum(), mask.sum().float()]
     *curve, mean_depth, loss, count = ranks.total(torch.stack(sums))
     count = count.clamp_min(1)
-    return interpolated(torch.stack(curve) / count, mean_depth / count) - loss / count
+    gain: Tensor = interpolated(torch.stack(curve) / count, mean_depth / count) - loss / count
+    return gain
 
 
 def exit_figures(losses: Tensor, depths: Tensor, batch: Batch, value: Tensor) -> dict[str, Tensor]:
@@ -98,6 +100,11 @@ def exit_figures(losses: Tensor, depths: Tensor, batch: Batch, value: Tensor) ->
     log = {"ragged_loss": value.detach(), "ragged_depth": depths.float().mean()}
     log["ragged_answer"] = masked_mean(losses, batch.answer)
     return log
+
+
+def work(like: Tensor, loops: float, heads: float) -> dict[str, Tensor]:
+    """What a micro-batch cost: loop steps with a backward pass, and how often each token read the head."""
+    return {"loops_run": like.new_full((), loops), "heads_run": like.new_full((), heads)}
 
 
 def perplexities(means: dict[str, float], loops: int) -> dict[str, float]:

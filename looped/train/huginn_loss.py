@@ -13,11 +13,11 @@ from looped.kv import get_layout
 from looped.model import LoopedLM
 from looped.model.attention import dense_causal
 from looped.train import ranks
-from looped.train.figures import masked_mean, relative_change
+from looped.train.figures import masked_mean, relative_change, work
 from looped.train.losses import logits_loss
 from looped.train.objective import Loss, Moment, weighted_mean
 from looped.train.recipe import Recurrence
-from looped.train.rollout import Rollout, Setting, draw_prompts, fixed, initial_state, roll
+from looped.train.rollout import Setting, draw_prompts, fixed, initial_state, loops_trained, roll
 from looped.train.schedule import sample_loops
 from looped.train.windows import Batch
 
@@ -39,14 +39,18 @@ class HuginnLoss:
         dice = torch.Generator().manual_seed(moment.seed)
         steps = sample_loops(options.sampling, options.mean, options.sigma, self.num_loops, dice)
         under_layout = moment.progress >= options.kv_from and float(torch.rand((), generator=dice)) < options.kv_share
-        rollout = self._roll(model, batch, moment, steps, under_layout, dice)
+        setting, depths = self._setting(batch, steps, under_layout, dice)
+        state = initial_state(model, batch.inputs, moment.seed)
+        free = max(0, steps - options.backprop) if options.backprop else 0
+        rollout = roll(model, batch.inputs, steps, setting, lambda: fixed(depths), state, free)
         shallow = 0
         if options.shallow_weight and steps > 1:
             shallow = int(torch.randint(1, steps, (), generator=dice))
         positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
         losses = self._loss(model, rollout.states[-1], positions, batch)
-        total, log = self._mean(losses, batch), dict[str, Tensor]()
-        if shallow > self._free(steps):
+        total = self._mean(losses, batch)
+        log = work(total, loops_trained(setting, steps, free), 1 + (shallow > free))
+        if shallow > free:
             early = self._mean(self._loss(model, rollout.states[shallow - 1], positions, batch), batch)
             total = (total + options.shallow_weight * early) / (1 + options.shallow_weight)
             log[f"ce_{shallow}"] = early.detach()
@@ -59,25 +63,16 @@ class HuginnLoss:
             log[f"change_{steps}"] = relative_change(after, before).mean()
         return Loss(total, log)
 
-    def _roll(
-        self, model: LoopedLM, batch: Batch, moment: Moment, steps: int, under_layout: bool, dice: torch.Generator
-    ) -> Rollout:
-        """The forward of one step; where it is under the layout, exits are drawn in ceil(steps / 2)..steps."""
+    def _setting(self, batch: Batch, steps: int, under_layout: bool, dice: torch.Generator) -> tuple[Setting, Tensor]:
+        """How tokens meet each other's K/V, and exits [B, T]; under the layout drawn in ceil(steps / 2)..steps."""
         options, inputs = self.options, batch.inputs
-        setting, depths = Setting(get_layout("depth")), torch.full_like(inputs, steps)
-        if under_layout:
-            low, rows = (steps + 1) // 2, ranks.world() * inputs.shape[0]
-            drawn = torch.randint(low, steps + 1, (rows, inputs.shape[1]), generator=dice)
-            depths = ranks.mine(drawn).to(inputs.device)
-            prompt_lens = draw_prompts(options.kv_prompt, *inputs.shape, dice)
-            prompt_lens = None if prompt_lens is None else prompt_lens.to(inputs.device)
-            setting = Setting(self.layout, True, prompt_lens, options.kv_passes, options.kv_gradient)
-        state = initial_state(model, inputs, moment.seed)
-        return roll(model, inputs, steps, setting, lambda: fixed(depths), state, self._free(steps))
-
-    def _free(self, steps: int) -> int:
-        """The first steps, which get no gradient."""
-        return max(0, steps - self.options.backprop) if self.options.backprop else 0
+        if not under_layout:
+            return Setting(get_layout("depth")), torch.full_like(inputs, steps)
+        shape = (ranks.world() * inputs.shape[0], inputs.shape[1])
+        drawn = torch.randint((steps + 1) // 2, steps + 1, shape, generator=dice)
+        prompt_lens = draw_prompts(options.kv_prompt, inputs, dice)
+        setting = Setting(self.layout, True, prompt_lens, options.kv_passes, options.kv_gradient)
+        return setting, ranks.mine(drawn).to(inputs.device)
 
     def _mean(self, losses: Tensor, batch: Batch) -> Tensor:
         return weighted_mean(losses, batch.answer, self.options.question_weight)

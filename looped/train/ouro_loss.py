@@ -13,14 +13,14 @@ from torch import Tensor
 from looped.kv import get_layout
 from looped.model import LoopedLM
 from looped.train import exits, ranks, schedule
-from looped.train.figures import THRESHOLD, correlation, depth_figures, exit_figures
+from looped.train.figures import THRESHOLD, correlation, depth_figures, exit_figures, work
 from looped.train.guards import depth_is_idle
 from looped.train.kept import Dense
 from looped.train.losses import chunked_loss, head_loss
 from looped.train.objective import Loss, Moment, token_weights, weighted_mean
 from looped.train.recipe import Objective
 from looped.train.reinforce import score_term
-from looped.train.rollout import Leave, Setting, draw_prompts, never, one_forward, roll
+from looped.train.rollout import Leave, Setting, draw_prompts, loops_trained, never, one_forward, roll
 from looped.train.windows import Batch
 
 
@@ -67,16 +67,19 @@ class OuroLoss:
         value, losses, pi, log = self._over_depths(model, batch, moment, readouts)
         losses = losses.detach()
         figures = depth_figures(losses, pi.detach(), batch, [z.detach() for z in readouts])
-        return Loss(value, {"loss": value.detach(), **log, **figures}), losses[..., -1]
+        cost = work(losses, loops_trained(Setting(get_layout("depth")), num_loops, free), num_loops)
+        return Loss(value, {"loss": value.detach(), **log, **figures, **cost}), losses[..., -1]
 
     def ragged(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
         """The loss at sampled exits under the layout."""
         generator = torch.Generator(batch.inputs.device).manual_seed(moment.seed)
         sampled = self._sampled(model, batch, generator)
-        rollout = roll(model, batch.inputs, self.num_loops, self._setting(batch, generator), partial(_same, sampled))
+        setting = self._setting(batch, generator)
+        rollout = roll(model, batch.inputs, self.num_loops, setting, partial(_same, sampled))
         losses = self._loss(model, model.readout(rollout.at_exit()), batch.targets)
         value = weighted_mean(losses, batch.answer, self.options.question_weight)
-        return Loss(value, exit_figures(losses, rollout.depths, batch, value))
+        cost = work(value, loops_trained(setting, self.num_loops), 1)
+        return Loss(value, exit_figures(losses, rollout.depths, batch, value) | cost)
 
     def counterfactual(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
         """The objective over depths of every token, against the K/V that committed exits leave."""
@@ -92,6 +95,7 @@ class OuroLoss:
         at_exit = losses.gather(-1, rollout.depths[..., None] - 1).squeeze(-1)
         told = weighted_mean(at_exit.detach(), batch.answer, self.options.question_weight)
         log = {f"private_{name}": figure for name, figure in log.items()} | {"private_loss": value.detach()}
+        log |= work(value, loops_trained(setting, self.num_loops), self.num_loops)
         return Loss(value, log | exit_figures(at_exit, rollout.depths, batch, told))
 
     def reinforce(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
@@ -118,6 +122,8 @@ class OuroLoss:
         score = score_term(at_exits, torch.stack(log_probs), weights, real, full_depth)
         value = dense.value + options.ragged_weight * (mean + options.score_weight * score)
         log = dense.log | {"score": score.detach()}
+        log["loops_run"] = log["loops_run"] + options.trajectories * loops_trained(setting, self.num_loops)
+        log["heads_run"] = log["heads_run"] + options.trajectories
         return Loss(value, log | exit_figures(at_exits.mean(0), torch.cat(depths), batch, mean))
 
     def _over_depths(
@@ -175,7 +181,7 @@ class OuroLoss:
 
     def _setting(self, batch: Batch, generator: torch.Generator) -> Setting:
         options = self.options
-        prompt_lens = draw_prompts(options.kv_prompt, *batch.inputs.shape, generator)
+        prompt_lens = draw_prompts(options.kv_prompt, batch.inputs, generator)
         return Setting(self.layout, False, prompt_lens, options.kv_passes, options.kv_gradient)
 
     def _sampled(self, model: LoopedLM, batch: Batch, generator: torch.Generator) -> Leave:

@@ -100,6 +100,15 @@ def roll(
     return forward(Planes(layout, core, num_loops, streams, left))
 
 
+def loops_trained(setting: Setting, num_loops: int, free: int = 0) -> float:
+    """What `roll` costs, in loop steps with a backward pass; one without costs a third."""
+    full = num_loops - 2 / 3 * free
+    if not setting.layout.cut_sensitive:
+        return full
+    last = full if setting.gradient else num_loops / 3
+    return full + last + (setting.passes - 1) * num_loops / 3
+
+
 def one_forward(
     model: LoopedLM,
     inputs: Tensor,
@@ -141,9 +150,10 @@ def initial_state(model: LoopedLM, inputs: Tensor, seed: int) -> Tensor | None:
     return model.init_state(rows + (seed << 20), positions)
 
 
-def draw_prompts(share: float, rows: int, length: int, generator: torch.Generator) -> Tensor | None:
-    """Prompt lengths [B] of this process's rows, drawn uniformly from 0 to `share` of the window; None for no share."""
+def draw_prompts(share: float, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Prompt lengths [B] of this process's rows [B, T], drawn uniformly from 0 to `share` of T; None for no share."""
     if not share:
         return None
+    rows, length = inputs.shape
     drawn = torch.rand(ranks.world() * rows, generator=generator, device=generator.device)
-    return ranks.mine((drawn * share * length).long())
+    return ranks.mine((drawn * share * length).long()).to(inputs.device)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kernel = Literal["auto", "flex", "mask"]
+_FLEX_HEAD_DIM = 16
+"""Its kernels multiply blocks at least as wide."""
 
 
 class TwoStreams:
@@ -32,7 +34,8 @@ class TwoStreams:
         """q [B, T, H, K], all keys and values [B, T, G, K], to [B, T, H, K]."""
         grouped = q.shape[2] != k.shape[2]
         queries, keys, values = (x.transpose(1, 2) for x in (q, torch.cat((left_k, k), 1), torch.cat((left_v, v), 1)))
-        if self.kernel == "flex" or (self.kernel == "auto" and q.is_cuda):
+        served = q.is_cuda and q.dtype != torch.float64 and q.shape[-1] >= _FLEX_HEAD_DIM
+        if self.kernel == "flex" or (self.kernel == "auto" and served):
             out = self._flex(queries, keys, values, grouped)
         else:
             if self._mask is None:

@@ -178,10 +178,7 @@ class Watch(lightning.Callback):
     def _speed(self, module: Pretraining, step_seconds: float, means: dict[str, float]) -> dict[str, float]:
         config, optim, window = module.model.config, self.options.optim, module.windows.length
         tokens = optim.rows * optim.accumulate * window
-        heads = 1.0
-        if config.exit_gate:  # a dense step reads every depth, a ragged one each token's exit
-            heads = means["ragged_share"] + (1 - means["ragged_share"]) * config.max_loops
-        flops = flops_per_token(config, window, means.get("steps", float(config.max_loops)), heads)
+        flops = flops_per_token(config, window, means["loops_run"], means["heads_run"])
         rate = tokens / step_seconds
         return {
             "step": float(module.clock.steps),

@@ -338,3 +338,15 @@ def test_objectives_that_cannot_be_are_refused(changes: dict[str, Any], words: s
 
     with pytest.raises(LoopedError, match=words):
         check(replace(Options(), objective=Objective(**changes)))
+
+
+def test_a_model_is_served_under_the_layout_it_was_taught() -> None:
+    from looped.train.begin import served_layout
+
+    ouro, huginn = micro_ouro().config, micro_huginn().config
+    taught = replace(Options(), objective=Objective(kv="shared"), recurrence=Recurrence(kv="modulo-2", kv_share=0.5))
+    assert (served_layout(taught, ouro), served_layout(taught, huginn)) == ("shared", "modulo-2")
+    assert (served_layout(Options(), ouro), served_layout(Options(), huginn)) == ("ragged", "shared")
+    never_begun = replace(taught, objective=Objective(kv="shared", ragged_from=1.0))
+    assert served_layout(never_begun, ouro) == "ragged"
+    assert served_layout(replace(taught, objective=Objective(kv="depth")), ouro) == "ragged"
