@@ -323,9 +323,9 @@ class CriterionStudent(Student):
     target = "changes"
 
     def __init__(self, spec: Spec, model: LoopedLM) -> None:
-        _needs_loops(model, spec.kind, 3)
         super().__init__(spec, model)
-        self.target, self.min_depth = "changes", self.gate(model).min_depth
+        self.min_depth = self.gate(model).min_depth
+        _needs_loops(model, spec.kind, self.min_depth + 1)
 
     @property
     def parts(self) -> tuple[Heads, ...]:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from looped.decode import generate
 from looped.errors import LoopedError
 from looped.gates import get_gate, load_gate
-from looped.gates.checkpoint import GateCard, save_gate
+from looped.gates.checkpoint import GateCard, inputs_of, save_gate
 from looped.gates.hazard import TrainedGate
+from tests import trained
 from tests.models import micro_ouro, random_lookahead, random_pre_loop
 
 
@@ -74,3 +76,45 @@ def test_heads_that_do_not_fit_their_card(tmp_path: Path, name: str) -> None:
             save_file(tensors | {name: value}, tmp_path / "gate.safetensors")
             with pytest.raises(LoopedError, match="do not fit"):
                 load_gate(tmp_path)
+
+
+@pytest.mark.parametrize("name", trained.ALL)
+def test_every_form_comes_back(tmp_path: Path, name: str) -> None:
+    """Kind, inputs, shared heads, hidden layer and softmax: the same exits from the folder as before."""
+    model = micro_ouro()
+    gate = trained.ALL[name][0](model)
+    card = GateCard(
+        gate.kind, model.name, model.revision, 24, 4, gate.latency, gate.min_depth, "ragged", "dense", 0.5,
+        inputs=inputs_of(gate),
+    )  # fmt: skip
+    save_gate(gate, card, tmp_path)
+    again = get_gate(tmp_path, model)
+    assert type(again) is type(gate) and again.uses_carry == gate.uses_carry
+    threshold = trained.ALL[name][1]
+    options = {"max_new_tokens": 12, "ignore_eos": True, "layout": "ragged", "threshold": threshold}
+    made, read = (generate(model, [3, 14, 15], gate=each, **options).depths for each in (gate, again))
+    assert made == read
+    with pytest.raises(LoopedError, match="was made for"):
+        get_gate(tmp_path, micro_ouro(seed=5))
+
+
+def test_criteria_keep_their_threshold(tmp_path: Path) -> None:
+    for kind, floor in (("convergence", 2), ("delayed-convergence", 3)):
+        gate = load_gate(kind)
+        save_gate(gate, GateCard(kind, "t", "r", 24, 4, gate.latency, floor, "shared", "dense", 0.07), tmp_path / kind)
+        again = get_gate(tmp_path / kind, micro_ouro())
+        assert (again.name, again.threshold, again.min_depth, again.latency) == (kind, 0.07, floor, gate.latency)
+        assert again.layout == "shared"
+
+
+def test_inputs_that_no_such_gate_has(tmp_path: Path) -> None:
+    gate = random_pre_loop(micro_ouro())
+    write(gate, tmp_path)
+    card = json.loads((tmp_path / "gate.json").read_text())
+    for inputs in (["embedding", "weather"], ["depth", "embedding"]):
+        (tmp_path / "gate.json").write_text(json.dumps(card | {"inputs": inputs}))
+        with pytest.raises(LoopedError, match="may look at embedding, state"):
+            load_gate(tmp_path)
+    (tmp_path / "gate.json").write_text(json.dumps(card | {"inputs": "embedding"}))
+    with pytest.raises(LoopedError, match="inputs must be a list"):
+        load_gate(tmp_path)
