@@ -232,7 +232,8 @@ def _quiet() -> None:
     """Lightning's advice is for other set-ups: the loader yields tickets, there is no validation loop."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*`IterableDataset` has `__len__`.*", ".*mid-epoch.*"):
+    unwanted = (".*does not have many workers.*", ".*`IterableDataset` has `__len__`.*", ".*mid-epoch.*")
+    for text in (*unwanted, ".*LeafSpec.* is deprecated.*"):
         warnings.filterwarnings("ignore", text)
 
 

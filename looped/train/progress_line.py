@@ -26,7 +26,7 @@ def progress_line(last: dict[str, float], loops: int) -> str:
         gain = "answer_gain" if answers else "adaptive_gain"
         parts += [f"gain {last[gain]:+.4f}", f"corr {last['gain_correlation']:+.2f}"]
         parts += [f"drift {curve('drift', 2)}"]
-    else:
+    elif any(name.startswith("change_") for name in last):
         parts += [f"change {curve('change', 2)}"]
     if "ragged_depth" in last:
         parts += [f"ragged {last['ragged_answer' if answers else 'ragged_loss']:.3f}@{last['ragged_depth']:.2f}"]
