@@ -97,6 +97,8 @@ def test_activations_grow_with_the_batch():
     small = sizing.activation_bytes(config(), 100, 4, torch.bfloat16)
     assert small < sizing.activation_bytes(config(), 200, 4, torch.bfloat16)
     assert small < sizing.activation_bytes(config(), 100, 8, torch.bfloat16)
+    # Graphs keep their memory while launches without one run.
+    assert 2 * small == sizing.activation_bytes(config(), 100, 4, torch.bfloat16, graphs=True)
 
 
 def test_the_pool_outside_the_core_is_never_the_tighter_one():
