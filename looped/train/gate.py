@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from looped.train.student_spec import Spec
 
 _DEFAULT_THRESHOLD = 0.5
+RANDOM = "random:"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Options:
     bce, cdf, hard, ordinal, paper. prospective and retrospective learn from losses in place of a teacher.
     """
 
-    teacher: str = option("tiny-ouro", "model: name, hub id or folder")
+    teacher: str = option(
+        "tiny-ouro", "model: name, hub id or folder; random:ouro-1.4b: random weights of that shape, on random tokens"
+    )
     gate: tuple[str, ...] = option(
         ("lookahead",),
         "gates to train: lookahead, pre-loop, hybrid, stage2, same-step, convergence, delayed-convergence, with words "
@@ -110,6 +113,7 @@ class Options:
     save_minutes: float = option(5.0, "minutes between saved states of a run whose features do not fit memory")
     resume: bool = option(False, "go on from the saved state in the output folder")
     overwrite: bool = option(False, "replace the run in the output folder")
+    dry_run: bool = option(False, "measure the speed and memory of a few steps, write nothing")
     json: bool = option(False, "end with one line of JSON")
 
 
@@ -121,6 +125,8 @@ def run(options: Options) -> int:
 
     begun = time.monotonic()
     check(options)
+    if options.dry_run:
+        return measure(options)
     if options.calibrate is not None:
         from looped.train.gate_again import calibrate_again
 
@@ -201,26 +207,59 @@ def load_teacher(options: Options) -> LoopedLM:
     if gpu and not torch.cuda.is_available():
         raise LoopedError(f"--device {device}: torch sees no GPU here; use --device cpu")
     dtype = options.dtype if options.dtype != "auto" else "bfloat16" if gpu else "float32"
+    if options.teacher.startswith(RANDOM):
+        from looped.analysis.shapes import random_model, shape
+
+        name = options.teacher.removeprefix(RANDOM)
+        return random_model(shape(name), name, device, dtype)
     return load(options.teacher, device=device, dtype=dtype)
+
+
+def measure(options: Options) -> int:
+    """Print how fast a few steps are, and what they need."""
+    from looped.progress import last_json
+    from looped.train import distill_speed
+    from looped.train.distill import Teaching
+    from looped.train.students import new_students
+
+    model = load_teacher(options)
+    deployment = make_deployment(options, model)
+    plan = make_plan(options, model, deployment.layout)
+    teaching = Teaching(model, new_students(specs(options), model), deployment, plan)
+    speed = distill_speed.measure(teaching, open_data(options, model))
+    print(distill_speed.text(speed, model.name))
+    if options.json:
+        last_json(distill_speed.as_json(speed, teacher=options.teacher, gates=options.gate))
+    return 0
+
+
+def make_deployment(options: Options, model: LoopedLM) -> Deployment:
+    """What the gates will run under."""
+    from looped.kv import get_layout
+    from looped.train.distill import Deployment
+
+    layout = get_layout(model.config.default_layout if options.kv is None else options.kv)
+    return Deployment.of(model, layout, options.prefill == "ragged", options.context_thresholds)
 
 
 def train_gates(options: Options, folder: Path) -> list[GateReport]:
     """Train, score and save every gate asked for; the folder changes only when all of it is done."""
     from looped.kv import get_layout
-    from looped.train.distill import Deployment, Teaching
+    from looped.train.distill import Teaching
     from looped.train.distill_report import LINEAR, evaluate
     from looped.train.gate_output import replace
     from looped.train.student_spec import parse_specs
     from looped.train.students import new_students
 
-    layout = None if options.kv is None else get_layout(options.kv)
+    if options.kv is not None:
+        get_layout(options.kv)  # refused by name before a model is loaded
     asked = specs(options)
     model = load_teacher(options)
     wanted(options).check(model.config.max_loops)
     students = new_students(asked, model)
     linear = new_students(parse_specs(("pre-loop:embedding:linear",)), model) if model.exit_gate is not None else []
-    layout = layout or get_layout(model.config.default_layout)
-    deployment = Deployment.of(model, layout, options.prefill == "ragged", options.context_thresholds)
+    deployment = make_deployment(options, model)
+    layout = deployment.layout
     trial = make_trial(options, model, deployment)
     for student in students:
         student.standardise, student.threshold = options.standardise, trial.teacher_threshold
