@@ -131,10 +131,12 @@ def run(options: Options) -> int:
         from looped.train.gate_again import calibrate_again
 
         reports, folder = [calibrate_again(options)], options.calibrate
+        saved = f"thresholds and metrics are in {folder / 'gate.json'}"
     else:
         folder = check_output(options.output, options.resume, options.overwrite, options)
         reports = train_gates(options, folder)
-    print(table(reports, folder))
+        saved = f"saved to {folder}, with report.json and report.svg"
+    print(table(reports, saved))
     if options.json:
         last_json(summary(options, reports, folder, time.monotonic() - begun))
     return 0

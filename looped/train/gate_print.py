@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from looped.train.distill_report import GateReport
 
 
-def table(reports: Sequence[GateReport], folder: Path) -> str:
-    """Quality and dial of gates, for people."""
+def table(reports: Sequence[GateReport], saved: str) -> str:
+    """Quality and dial of gates, for people; `saved` says what is where."""
     first = reports[0]
     lines = [
         f"{first.positions} held-out tokens; contexts leave at the {first.teacher} gate's exits at "
@@ -23,7 +22,7 @@ def table(reports: Sequence[GateReport], folder: Path) -> str:
         lines += ["", *_baselines(next(report for report in reports if report.floor == floor))]
     for report in reports:
         lines += [f"{report.gate}: {text}" for text in _calibration(report)]
-    return "\n".join([*lines, "", f"saved to {folder}, with report.json and report.svg"])
+    return "\n".join([*lines, "", saved])
 
 
 def _row(report: GateReport) -> tuple[str, ...]:

@@ -55,12 +55,7 @@ def parse_specs(texts: tuple[str, ...], hidden: int = 0, loss: str = "kl") -> li
     words = list(dict.fromkeys(word for text in texts for word in (_ALL if text == "all" else (text,))))
     if not words:
         raise LoopedError(f"no gate to train was given; known: {', '.join(KINDS)}, all")
-    specs = [_parse(word, hidden, loss) for word in words]
-    names = [spec.name for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise LoopedError(f"two gates would be saved as {name}; give each once")
-    return specs
+    return [_parse(word, hidden, loss) for word in words]
 
 
 def _parse(text: str, hidden: int, loss: str) -> Spec:
