@@ -21,6 +21,7 @@ from looped.model import LoopedLM
 from looped.model.loading import find_checkpoint, read_config
 from looped.train.begin import data_of
 from looped.train.build import flops_per_token
+from looped.train.cost import step_kinds
 from looped.train.losses import CHUNK_TOKENS
 from looped.train.peak import peak_flops
 from looped.train.recipe import EMBEDDED, Options, model_config
@@ -112,13 +113,8 @@ def _checkpoint_config(name: str, notes: list[str]) -> ModelConfig | None:
 
 def mean_work(options: Options, config: ModelConfig) -> tuple[float, float]:
     """Loop steps of a mean training step, and how often it reads the head."""
-    part = options.objective if config.exit_gate else options.recurrence
-    known = {"fixed": float(config.max_loops), "uniform": (config.max_loops + 1) / 2}
-    loops = known.get(part.sampling, min(part.mean, config.max_loops))
-    if not config.exit_gate:
-        return loops, 1.0
-    ragged = options.objective.kv_share * (1 - options.objective.ragged_from)
-    return (1 - ragged) * loops + ragged * config.max_loops, (1 - ragged) * loops + ragged
+    kinds = step_kinds(options, config)
+    return sum(kind.share * kind.loops for kind in kinds), sum(kind.share * kind.heads for kind in kinds)
 
 
 def estimate_memory(options: Options, config: ModelConfig, parameters: int) -> Memory:
@@ -136,7 +132,7 @@ def estimate_memory(options: Options, config: ModelConfig, parameters: int) -> M
     wide = (2 if options.precision == "32-true" else 1) * (2.5 if options.compile is False else 1)
     layer = (24 * config.hidden_size + 6 * config.intermediate_size) * wide
     boundary = config.num_prelude_layers + config.num_coda_layers
-    loops = mean_work(options, config)[0] if config.exit_gate else float(config.max_loops)
+    loops = max(kind.held for kind in step_kinds(options, config))
     calls = boundary + loops * config.num_core_layers
     return Memory(
         weights=4.0 * parameters * (1 + 1 / world if sharded else 1),

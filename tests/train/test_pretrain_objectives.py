@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
 from looped.kv import get_layout
 from looped.model import LoopedLM
+from looped.options import parse
 from looped.train import exits
+from looped.train.cost import step_kinds
 from looped.train.figures import depth_figures
 from looped.train.guards import depth_is_idle, warnings
 from looped.train.huginn_loss import HuginnLoss
@@ -25,6 +28,7 @@ from looped.train.reinforce import score_term, suffix_sums
 from looped.train.rollout import Setting, fixed, roll
 from looped.train.schedule import beta, sample_loops, under_layout
 from looped.train.windows import Batch
+from tests.conftest import REPOSITORY
 from tests.models import micro_huginn, micro_ouro
 
 
@@ -350,3 +354,30 @@ def test_a_model_is_served_under_the_layout_it_was_taught() -> None:
     never_begun = replace(taught, objective=Objective(kv="shared", ragged_from=1.0))
     assert served_layout(never_begun, ouro) == "ragged"
     assert served_layout(replace(taught, objective=Objective(kv="depth")), ouro) == "ragged"
+
+
+RECIPES = [path for path in sorted(Path(REPOSITORY, "recipes").glob("*.yaml")) if "\noptim:" in path.read_text()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid(recipe: Path) -> None:
+    options = parse(Options, ["--config", str(recipe)], "looped train")
+    check(options)
+    fully_looped = options.model.family == "ouro"
+    config = micro_ouro().config if fully_looped else micro_huginn().config
+    kinds = step_kinds(options, config)
+    assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
+
+
+def test_steps_cost_what_the_losses_log() -> None:
+    """The plan's shares and costs, against those of the micro-batches of a run."""
+    config = micro_ouro().config
+    for changes in METHODS[4:]:
+        options = replace(Options(), objective=Objective(**(changes | {"ragged_from": 0.5})))
+        model, loss = trainable(dtype=torch.float32), OuroLoss(options.objective, 4)
+        with torch.no_grad():
+            logs = [loss(model, batch_of(1, 6), Moment(step, step / 8, 0.1, step)).log for step in range(8)]
+        kinds = step_kinds(options, config)
+        for name in ("loops", "heads"):
+            planned = sum(kind.share * getattr(kind, name) for kind in kinds)
+            assert sum(float(log[f"{name}_run"]) for log in logs) / 8 == pytest.approx(planned, rel=1e-5)
