@@ -88,6 +88,7 @@ def write(run: Path, model: LoopedLM, tokenizer: Path, tensors: dict[str, Tensor
             copy_tokenizer(tokenizer, partial)
             save_file(tensors, partial / TENSORS)
             (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)  # without its state it was none
             os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -59,7 +59,7 @@ def test_two_processes_train_what_one_trains(
 ) -> None:
     run = tmp_path / "run"
     common = ["--config", alone / "recipe.yaml", "--data.folder", alone / "data", "--output", run]
-    done = cli_process("train", *common, "--devices", 2, "--strategy", strategy, "--max-steps", 4)
+    done = cli_process("train", *common, "--devices", 2, "--strategy", strategy, "--max-steps", 4, timeout=250)
     assert done.code == 0, done.err
     # the second half on one device: nothing in a checkpoint depends on how many there were
     from looped.cli import main
