@@ -169,11 +169,12 @@ def check(options: Options) -> None:
     if options.threshold_target is not None and not 0 <= options.threshold_target <= 1:
         raise LoopedError(f"--threshold-target must be between 0 and 1, got {options.threshold_target}")
     wanted(options).check()
-    for name, given in (("mean-depth", options.mean_depths), ("max-lost", options.max_lost)):
+    for name, flag, given in (
+        ("mean-depth", "mean-depths", options.mean_depths),
+        ("max-lost", "max-lost", options.max_lost),
+    ):
         if options.threshold_from == name and not given:
-            raise LoopedError(
-                f"--threshold-from {name} needs --{'mean-depths' if given is options.mean_depths else name}"
-            )
+            raise LoopedError(f"--threshold-from {name} needs --{flag}")
     specs(options)
 
 
