@@ -135,15 +135,15 @@ def merge(
     return total, total if following is None else rms_norm(total, following)
 
 
-def joined(x: Tensor, y: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Project x and y [..., D] side by side with `weight` [D, 2 D]: what comes out, and its norm."""
+def joined(x: Tensor, y: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
+    """Project x and y [..., D] side by side with `weight` [D, 2 D]: what comes out, and its norm where a kernel of few
+    rows gives both."""
     kernels = fused(x, y, weight, norm.weight)
     if kernels is not None and kernels.serves(_rows(x), weight):
         parts = kernels.joined_parts(_rows(x), _rows(y), weight)
         out, normed = kernels.sum_norm_rows(parts, *norm, x.dtype)
         return out.view(x.shape), normed.view(x.shape)
-    out = F.linear(torch.cat((x, y), -1), weight)
-    return out, rms_norm(out, norm)
+    return F.linear(torch.cat((x, y), -1), weight), None
 
 
 # Rotary positions.

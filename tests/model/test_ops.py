@@ -82,10 +82,12 @@ def test_projecting_two_side_by_side(num_rows: int, width: int, dtype: torch.dty
     w, norm = draw(width, 2 * width, dtype=dtype, seed=2) / 8, ops.Norm(draw(width, dtype=dtype, seed=3), EPS)
     parts = kernels.joined_parts(x, y, w)
     with ops.plain():
-        expected = ops.joined(x, y, w, norm)
-    close(expected[0], torch.cat((x, y), -1).double() @ w.double().T, dtype)
-    for mine, plain in zip(kernels.sum_norm_rows(parts, *norm, dtype), expected, strict=True):
-        close(mine, plain, dtype)
+        plain, normed = ops.joined(x, y, w, norm)
+        assert normed is None
+        expected = plain, ops.rms_norm(plain, norm)
+    close(plain, torch.cat((x, y), -1).double() @ w.double().T, dtype)
+    for mine, wanted in zip(kernels.sum_norm_rows(parts, *norm, dtype), expected, strict=True):
+        close(mine, wanted, dtype)
 
 
 def logits_of_all_kinds(vocab_size: int, dtype: torch.dtype) -> Tensor:
