@@ -319,6 +319,8 @@ def hub(tmp_path, monkeypatch) -> None:
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(name: str, config: str | None = None, *, streaming: bool = False) -> Any:
+        if config is not None:
+            raise ValueError(f"BuilderConfig '{config}' not found. Available: ['default']")
         rows = datasets.Dataset.from_list(conversations(40))
         return {"math": rows.to_iterable_dataset(num_shards=2), "chat": rows.to_iterable_dataset(num_shards=3)}
 
@@ -388,3 +390,30 @@ def test_random_documents_are_for_random_weights_only(model) -> None:
     assert max(max(d.token_ids) for d in some) < model.config.vocab_size
     assert not {tuple(d.token_ids) for d in some} & {tuple(d.token_ids) for d in documents.held_out(5000)}
     assert isinstance(open_corpus("auto", model, 0, 64, DataOptions()), Corpus)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "sentence"),
+    [
+        ("", (), "a.jsonl holds 0 documents, and distillation needs at least 2"),
+        ('{"text": "a"}\n{"text": ', (), "a.jsonl, line 2, is not JSON; give one object a line"),
+        ('{"body": "a"}\n', (), "it has body: name them with --columns"),
+        ('{"body": "a"}\n', ("--columns", "text"), "has no column 'text'; it has body"),
+        ('{"text": "a"}\n', ("--columns", "a,b,c"), "--columns takes one column or two"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n', ("--max-length", 4), "within 4"),
+        ('{"text": "a"}\n', ("--chat-template", "absent.jinja"), "--chat-template absent.jinja cannot be read"),
+        ('{"text": "a"}\n', ("--shuffle", 0), "--shuffle must be at least 1"),
+    ],
+)
+def test_bad_data_ends_the_command_with_one_sentence(cli, tmp_path, content, words, sentence) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    out = tmp_path / "out"
+    done = cli("train-gate", "--data", tmp_path / "a.jsonl", "--output", out, "--device", "cpu", *words)
+    assert sentence in done.refusal
+    assert not out.exists()
+
+
+def test_splits_and_names_of_the_hub_on_the_command_line(cli, tmp_path, hub) -> None:
+    words = ("train-gate", "--output", tmp_path / "out", "--device", "cpu", "--data")
+    assert "some/chats has no split 'maths'; it has math, chat" in cli(*words, "some/chats:maths").refusal
+    assert "data sets of the hub are named owner/name" in cli(*words, "embeded").refusal
