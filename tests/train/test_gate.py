@@ -17,12 +17,13 @@ import looped.train.distill as distill
 from looped.config import ModelConfig
 from looped.decode import generate
 from looped.errors import LoopedError
+from looped.files import shipped
 from looped.gates import LookaheadGate, PreLoopGate, get_gate
 from looped.gates.calibration import GRID
 from looped.gates.checkpoint import GateCard, save_gate
 from looped.kv import get_layout
 from looped.model import LoopedLM, load, save
-from looped.model.loading import ASSETS
+from looped.model.loading import ASSETS, HUB_IDS
 from looped.options import parse
 from looped.train import distill_fit
 from looped.train.distill import Deployment, Plan, Teaching
@@ -276,10 +277,33 @@ def test_one_forward_serves_students_with_different_floors(teacher: Path) -> Non
     assert set(features.blocks["depth"].tolist()) == {1.0, 2.0, 3.0, 4.0}
 
 
-@pytest.mark.parametrize("recipe", ["gate-tiny-ouro", "gate-ouro", "gate-ouro-paper"])
+RECIPES = sorted(path.name for path in shipped("recipes").glob("gate-*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_are_valid(recipe: str) -> None:
-    options = parse(Options, ["--config", f"recipes/{recipe}.yaml"], "looped train-gate")
+    options = parse(Options, ["--config", f"recipes/{recipe}"], "looped train-gate")
     check(options)
+    assert options.teacher in (*HUB_IDS, "tiny-ouro", "tiny-huginn")
+
+
+def test_every_released_model_has_a_recipe() -> None:
+    assert {f"gate-{name}.yaml" for name in HUB_IDS} <= set(RECIPES)
+
+
+def test_the_authors_recipe_runs(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
+    """Their gates, loss and optimiser on a small teacher, for fewer steps: packed, with warm-up, decay and clipping."""
+    words = ("train-gate", "--config", "recipes/gate-ouro-paper.yaml", "--teacher", teacher, "--data", "embedded")
+    size = ("--tokens", 6000, "--steps", 80, "--warmup", 10, "--eval-tokens", 500, "--max-length", 128)
+    done = cli(*words, *size, "--batch-tokens", 512, "--device", "cpu", "--output", tmp_path / "gate", "--json")
+    assert done.code == 0, done
+    gates = json.loads(done.out.splitlines()[-1])["gates"]
+    assert list(gates) == ["lookahead-single", "pre-loop-embedding-softmax", "same-step"]
+    assert gates["lookahead-single"]["agreement"] > gates["lookahead-single"]["constant_agreement"]
+    stored = card(tmp_path / "gate" / "lookahead-single")
+    assert (stored["layout"], stored["loss"], stored["min_depth"]) == ("depth", "paper", 2)
+    heads = load_file(tmp_path / "gate" / "lookahead-single" / "gate.safetensors")
+    assert heads["weight"].shape == (1, 32) and heads["bias"][0] == heads["bias"][1]
 
 
 @pytest.mark.parametrize("kind", ["lookahead", "pre-loop"])
