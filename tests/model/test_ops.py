@@ -29,7 +29,8 @@ if interpreter.interpreting():
     interpreter.repair()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float32, torch.float16)
+# Kernels serve half precision; the interpreter alone runs them in float32.
+DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float16,)
 # Part of a wide tile, even and uneven splits, more parts than blocks, both orientations.
 TILES = [
     Tile(32, 32, 1, 1, 4, False, 0),

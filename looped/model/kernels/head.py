@@ -114,7 +114,7 @@ def head_sizes(num_rows: int) -> Head:
     if num_rows <= 16:
         return Head(64, 128, 5, 2)
     if num_rows <= 64:
-        return Head(64, 128, 4, 2) if num_rows <= 32 else Head(128, 128, 4, 1)
+        return Head(64, 128, 4, 2) if num_rows <= 32 else Head(128, 128, 4, 1, 4, 1)
     return Head(128, 64, 6, 1, 8, 1) if num_rows <= 128 else Head(128, 64, 4, 1, 8, 1)
 
 

@@ -22,7 +22,7 @@ from looped.model.kernels.launch import after_previous, launch_options, padded
 # The bits of infinity.
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 # Logits of a program: their local ids take 16 bits.
-CHUNK = 8192
+CHUNK = 4096
 _NONE = tl.constexpr(-(2**31))
 
 

@@ -17,7 +17,7 @@ except ImportError:
 # Rows up to which these kernels are the faster ones.
 MAX_ROWS = 64
 # The same of the LM head, which only Hopper's kernels take; they serve up to 256.
-MAX_HEAD_ROWS = 64
+MAX_HEAD_ROWS = 128
 # Without Hopper's kernels, numbers of a weight up to which they are: larger ones the library reads faster.
 MAX_WEIGHT = 25_000_000
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from looped.model.kernels.launch import after_previous, launch_options, padded
 
 # Heads of a program, and its warps.
-HEADS, WARPS = 4, 2
+HEADS, WARPS = 16, 4
 
 
 @triton.jit
