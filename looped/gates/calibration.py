@@ -90,6 +90,7 @@ def threshold_table(student: Curve, teacher: Curve, grid: tuple[float, ...] = GR
                 "teacher_mean_depth": teacher_mean,
                 "agreement": agreement(same, wanted),
                 "matched_threshold": matched,
+                "shift": matched - threshold,
                 "matched_mean_depth": mean_depth(student, matched),
                 "matched_agreement": agreement(exit_depths(student, matched), wanted),
             }

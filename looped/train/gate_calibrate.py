@@ -103,7 +103,8 @@ def _lost(gate: Curve, held: Held, threshold: float, what: str) -> Tensor:
     if what == "tokens":
         return (~held.right.gather(1, at)[:, 0]).double()
     beyond: Tensor = held.losses.gather(1, at)[:, 0] - held.losses[:, -1]
-    return (beyond.double() / _MOST_NATS).clamp(0, 1)
+    lost: Tensor = (beyond.double() / _MOST_NATS).clamp(0, 1)
+    return lost
 
 
 def _by_document(lost: Tensor, document: Tensor) -> Tensor:
