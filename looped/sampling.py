@@ -121,7 +121,7 @@ def draw(
     drawn = scaled.add_(_gumbel(knobs.seed, positions_N, logits.shape[-1])).argmax(-1)
     tokens = torch.where(knobs.temperature > 0, drawn, tokens)
     ok = first.ok & (largest > -torch.inf)  # a row whose every token is out has none to draw
-    return Drawn(tokens, ok) if level < FULL else Drawn(tokens, ok, *_logprobs(raw, tokens))
+    return Drawn(tokens, ok) if level < FULL else Drawn(tokens, ok, *logprobs_of(raw, tokens))
 
 
 def ends(tokens_N: Tensor, end_ids_NE: Tensor, min_tokens_N: Tensor, index_N: Tensor) -> Tensor:
@@ -171,7 +171,8 @@ def _narrowed(scaled_NV: Tensor, knobs: Knobs) -> Tensor:
     return scaled_NV.masked_fill_(torch.zeros_like(keep).scatter_(-1, order, keep).logical_not_(), -torch.inf)
 
 
-def _logprobs(raw_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_of(raw_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From float64 logits the last three of a `Drawn`."""
     logprobs = raw_NV.log_softmax(-1)
     chosen = logprobs.gather(-1, tokens_N[:, None])[:, 0]
     values, ids = logprobs.topk(min(MAX_LOGPROBS, raw_NV.shape[-1]), -1)
@@ -213,6 +214,16 @@ class Table(NamedTuple):
             table.bias[row, : len(bias)] = list(bias.values())
             table.end_ids[row, : len(ids)] = ids
         return table
+
+
+class Rows(NamedTuple):
+    """The columns of a `Table` on the device, a row a slot."""
+
+    floats: Tensor
+    ints: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    end_ids: Tensor
 
 
 def knobs_of(floats_NF: Tensor, ints_NI: Tensor) -> Knobs:

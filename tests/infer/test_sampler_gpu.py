@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from looped import SamplingParams
 from looped.infer.sampler import Sampler
 from looped.sampling import Drawn, ends
+from tests.infer.draws import case
 
 pytestmark = pytest.mark.gpu
 
@@ -105,3 +108,52 @@ def test_nothing_waits_for_the_device() -> None:
             stops(sampler, drawn.tokens, at, at)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def wide(num_rows: int, vocab_size: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(vocab_size)
+    return (torch.randn(num_rows, vocab_size, generator=generator, device="cuda") * scale).to(dtype)
+
+
+def random_params(number: int) -> SamplingParams:
+    r = random.Random(number)
+    return SamplingParams(
+        r.choice([0.0, 0.3, 0.7, 1.0, 1.5]),
+        top_k=r.choice([0, 0, 1, 20, 50, 1000, 40000]),
+        top_p=r.choice([1.0, 0.1, 0.8, 0.95, 0.999]),
+        min_p=r.choice([0.0, 0.0, 0.01, 0.3]),
+        logit_bias=r.choice([None, None, {r.randrange(1000): r.uniform(-9, 9) for _ in range(40)}]),
+        min_tokens=r.choice([0, 5]),
+        stop_token_ids=[r.randrange(1000) for _ in range(r.randrange(4))],
+        frequency_penalty=r.choice([0.0, 0.5]),
+        repetition_penalty=r.choice([1.0, 1.3]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(V, torch.bfloat16), (50257, torch.float16), (V, torch.float32), (1001, torch.float64)],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.02, 1.0, 4.0])
+def test_kernels_draw_by_the_definition(vocab_size: int, dtype: torch.dtype, scale: float) -> None:
+    """Tokens, and what they were drawn from: logits in half precision have many equals."""
+    logits = wide(96, vocab_size, scale, dtype)
+    case(logits, [SamplingParams(t) for t in (0.0, 0.3, 0.7, 1.0, 2.0)]).agrees()
+    narrow = [
+        SamplingParams(0.7, top_p=0.95),
+        SamplingParams(1.0, top_p=0.5),
+        SamplingParams(1.0, top_k=50),
+        SamplingParams(0.6, top_k=20, top_p=0.95),
+        SamplingParams(1.0, min_p=0.05),
+        SamplingParams(1.0, top_k=30000, top_p=0.999, min_p=1e-4),
+    ]
+    case(logits, [each for each in narrow if each.top_k < vocab_size]).agrees()
+    case(logits, [random_params(number) for number in range(96)]).agrees()
+
+
+def test_kernels_on_rows_without_differences() -> None:
+    logits = torch.zeros(3, V, device="cuda", dtype=torch.bfloat16)
+    params = [SamplingParams(1.0, top_p=0.5), SamplingParams(1.0, top_k=999), SamplingParams(1.0, top_k=999, top_p=0.5)]
+    kept = case(logits, params).agrees().kept
+    assert kept is not None and kept.sum(-1).tolist() == [V // 2, 999, 500]

@@ -13,7 +13,12 @@ def interpreting() -> bool:
 
 
 def repair() -> None:
-    """Let the interpreter of Triton <= 3.6 loop up to a loaded number: numpy >= 2.4 refuses int() of its arrays."""
+    """Let the interpreter of Triton <= 3.6 loop up to a loaded number: numpy >= 2.4 refuses int() of its arrays.
+
+    It also makes Triton's modules ready anew whenever a kernel calls a function, which takes longer than the call: the
+    kernel's module is ready by then, that of Triton's own functions stays so after the first time.
+    """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "_looped_patch"):
@@ -24,4 +29,12 @@ def repair() -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not core_ready and any(value is tl.core for value in self.fn.__globals__.values()):
+            interpreter._patch_lang(self.fn)
+            core_ready.append(True)
+        return self.rewrite()(*args, **kwargs)
+
+    core_ready: list[bool] = []
     interpreter._patch_lang_tensor = patch
+    interpreter.InterpretedFunction.__call__ = call
