@@ -12,8 +12,6 @@ from looped.model.kernels.launch import after_previous
 # Tokens that a program looks at in one go.
 BLOCK = 4096
 _INF = tl.constexpr(float("inf"))
-# Beyond every token.
-_NOBODY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -36,21 +34,28 @@ def _split(list_x, weights, length, at, COUNTS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _split_ids(list_x, list_id, weights, length, value, at, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a list's tokens of one value: the weight of ids up to `at`, the largest of these, the least of the others."""
-    total = tl.zeros((BLOCK,), tl.int64)
-    upto, after = tl.full((BLOCK,), -1, tl.int32), tl.full((BLOCK,), _NOBODY, tl.int32)
+def _equals(list_x, weights, length, value, BLOCK: tl.constexpr):
+    """How many of a list's tokens have a value, and what each of them weighs."""
+    count, weight = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, length, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        same = (tl.load(list_x + i, mask=i < length, other=0.0) == value) & (i < length)
-        token = tl.load(list_id + i, mask=same, other=0)
-        if COUNTS:
-            total += (same & (token <= at)).to(tl.int64)
-        else:
-            total += tl.load(weights + i, mask=same & (token <= at), other=0)
-        upto = tl.maximum(upto, tl.where(same & (token <= at), token, -1))
-        after = tl.minimum(after, tl.where(same & (token > at), token, _NOBODY))
-    return tl.sum(total, 0), tl.max(upto, 0), tl.min(after, 0)
+        same = (i < length) & (tl.load(list_x + i, mask=i < length, other=0.0) == value)
+        count += same.to(tl.int32)
+        weight = tl.maximum(weight, tl.load(weights + i, mask=same, other=0))
+    return tl.sum(count, 0), tl.max(weight, 0)
+
+
+@triton.jit
+def _equal(list_x, list_id, length, value, number, BLOCK: tl.constexpr):
+    """The id of the token that is `number`-th, from 0, of those of a value; a list is in the order of ids."""
+    before, token = tl.zeros((), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, length, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        same = (i < length) & (tl.load(list_x + i, mask=i < length, other=0.0) == value)
+        this = same & (before + tl.cumsum(same.to(tl.int32), 0) == number + 1)
+        token += tl.load(list_id + i, mask=this, other=0)
+        before += tl.sum(same.to(tl.int32), 0)
+    return tl.sum(token, 0)
 
 
 @triton.jit
@@ -69,25 +74,26 @@ def _span(list_x, length, BLOCK: tl.constexpr):
 def _last(list_x, list_id, weights, length, before, limit, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """The last token of a list before which less than `limit` weighs, `before` included: its value and id.
 
-    It holds of the list's first token. Bounds are always values (ids) of the list, so every round comes closer.
+    It holds of the list's first token. Bounds are always values of the list, so every round comes closer.
     """
     low, high = _span(list_x, length, BLOCK)
+    heavier = tl.zeros((), tl.int64)
     while low < high:
         middle = 0.5 * low + 0.5 * high
         middle = tl.where((middle >= low) & (middle < high), middle, low)
         weight, above, below = _split(list_x, weights, length, middle, COUNTS, BLOCK)
         holds = (before + weight).to(tl.float64) < limit
-        low, high = tl.where(holds, low, above), tl.where(holds, below, high)
-    weight, _, _ = _split(list_x, weights, length, high, COUNTS, BLOCK)
-    before += weight
-    _, _, first = _split_ids(list_x, list_id, weights, length, high, -1, COUNTS, BLOCK)
-    _, last, _ = _split_ids(list_x, list_id, weights, length, high, _NOBODY - 1, COUNTS, BLOCK)
-    while first < last:
-        middle = first + (last - first) // 2
-        weight, upto, after = _split_ids(list_x, list_id, weights, length, high, middle, COUNTS, BLOCK)
-        holds = (before + weight).to(tl.float64) < limit
-        first, last = tl.where(holds, after, first), tl.where(holds, last, upto)
-    return high, first
+        low, high, heavier = tl.where(holds, low, above), tl.where(holds, below, high), tl.where(holds, weight, heavier)
+    # Of the tokens of that value each weighs the same.
+    count, weight = _equals(list_x, weights, length, high, BLOCK)
+    if COUNTS:
+        weight = tl.full((), 1, tl.int64)
+    number, most = tl.zeros((), tl.int32), count - 1
+    while number < most:
+        middle = number + (most - number + 1) // 2
+        holds = (before + heavier + middle.to(tl.int64) * weight).to(tl.float64) < limit
+        number, most = tl.where(holds, middle, number), tl.where(holds, most, middle - 1)
+    return high, _equal(list_x, list_id, length, high, number, BLOCK)
 
 
 @triton.jit
