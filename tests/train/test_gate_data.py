@@ -417,3 +417,35 @@ def test_splits_and_names_of_the_hub_on_the_command_line(cli, tmp_path, hub) -> 
     words = ("train-gate", "--output", tmp_path / "out", "--device", "cpu", "--data")
     assert "some/chats has no split 'maths'; it has math, chat" in cli(*words, "some/chats:maths").refusal
     assert "data sets of the hub are named owner/name" in cli(*words, "embeded").refusal
+
+
+def test_a_run_on_packed_chats_of_a_file_resumes_bit_for_bit(cli, tmp_path, monkeypatch) -> None:
+    """Killed within a pool and a block of a small file, that the whole run reads more than once."""
+    from safetensors.torch import load_file
+
+    import looped.train.distill as distill
+    from tests.train.test_gate import make_teacher
+
+    monkeypatch.setattr(distill, "_CACHE_BYTES", 0)
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    words = ("train-gate", "--teacher", make_teacher(tmp_path / "teacher"), "--device", "cpu", "--pack", "on")
+    words = (*words, "--data", lines(tmp_path / "a.jsonl", conversations(90)), "--shuffle", 16, "--max-length", 128)
+    words = (*words, "--chat-template", tmp_path / "chat.jinja", "--tokens", 3500, "--batch-tokens", 256)
+    words = (*words, "--eval-tokens", 300, "--save-minutes", 1e-6)
+    assert cli(*words, "--output", tmp_path / "whole").code == 0
+
+    features, calls = distill.Teaching.features, 0
+
+    def until_killed(self: Any, batch: Any, index: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return features(self, batch, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.Teaching, "features", until_killed)
+        assert cli(*words, "--output", tmp_path / "cut").code == 130
+    assert cli(*words, "--output", tmp_path / "cut", "--resume").code == 0
+    whole, cut = (load_file(tmp_path / run / "gate.safetensors") for run in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
