@@ -67,6 +67,7 @@ def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Di
         teacher=name,
         gate=("all",),
         output=folder,
+        data="embedded",
         device=str(model.device),
         tokens=effort.gate_tokens,
         steps=effort.gate_steps,
