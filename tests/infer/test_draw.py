@@ -12,9 +12,12 @@ if not torch.cuda.is_available():  # must stand before anything imports triton
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from triton import jit
+
 from looped import SamplingParams as P
 from looped.infer.backends import triton  # noqa: F401  (makes the interpreter ready)
-from looped.infer.backends.kernels import draw_narrow
+from looped.infer.backends.kernels import draw, draw_narrow
 from tests.infer.draws import case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,6 +48,28 @@ PENALIZED = [
 def logits(num_rows: int, vocab_size: int = 131, scale: float = 3.0, dtype: torch.dtype = torch.float64):
     generator = torch.Generator().manual_seed(vocab_size + num_rows)
     return (torch.randn(num_rows, vocab_size, generator=generator) * scale).to(DEVICE, dtype)
+
+
+noise, noise_bound = draw._noise, draw._noise_bound
+
+
+@jit
+def bounded_noise(out, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for side in tl.static_range(2):
+        bits = i * STEP if side == 0 else 16777215 - i
+        tl.store(out + side * 2 * BLOCK + i, noise(bits))
+        tl.store(out + side * 2 * BLOCK + BLOCK + i, noise_bound(bits))
+
+
+def test_the_bound_of_the_noise() -> None:
+    """Above it everywhere, and close to it where the largest are."""
+    out = torch.empty(2, 2, 65536, dtype=torch.float64, device=DEVICE)
+    bounded_noise[(1,)](out, STEP=256, BLOCK=65536)
+    noise, bound = out.unbind(1)
+    assert bool((bound > noise).all())
+    assert (bound - noise)[noise > 3].max() < 0.1
+    assert 17 < noise.max() < bound.max() < 17.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)

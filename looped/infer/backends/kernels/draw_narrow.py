@@ -33,7 +33,7 @@ from looped.infer.backends.kernels.draw_params import (
     TEMPERATURE,
     row_cuts,
     row_knobs,
-)  # fmt: skip
+)
 from looped.model.kernels.launch import after_previous, launch_options, padded
 from looped.sampling import Rows, Seen
 
