@@ -30,7 +30,7 @@ def plot(reports: Sequence[GateReport], max_loops: int) -> str:
     rows = -(-len(reports) // 4)
     svg = Svg(width, foot + 18 * rows + 12, "reliability, dial and cost of exit gates")
     svg.rect(0, 0, width, svg.height, "page", fill="var(--page)")
-    looks = [LOOKS[i % len(LOOKS)] for i in range(len(reports))]
+    looks = [_look(i) for i in range(len(reports))]
     lefts = [_LEFT + index * (_PANEL + _GAP) for index in range(4)]
     titles = ("the teacher's hazard by predicted", "already the last token, by predicted hazard")
     for left, title in zip(lefts, (*titles, "mean depth by threshold", "token unchanged by mean depth"), strict=True):
@@ -46,6 +46,12 @@ def plot(reports: Sequence[GateReport], max_loops: int) -> str:
         svg.text(x + 12, y, name, "label")
     head, body = str(svg).split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{_style()}</style>{body}'
+
+
+def _look(index: int) -> Look:
+    """Colours of the report's charts, each with every shape in turn, so that sixteen gates can be told apart."""
+    shape = LOOKS[(index + index // len(LOOKS)) % len(LOOKS)].shape
+    return Look(LOOKS[index % len(LOOKS)].kind, shape)
 
 
 def _style() -> str:

@@ -30,6 +30,7 @@ from looped.train.gate_metrics import (
     reliability,
     settled,
 )
+from looped.train.gate_plot import _look
 from looped.train.held_walk import Held, Said
 from looped.train.token_table import TokenTable
 from tests.train.test_gate import make_teacher
@@ -204,6 +205,7 @@ def test_the_plot_is_an_image_of_both_gates(trained: Path) -> None:
     assert {"lookahead", "stage2", "teacher", "mean depth by threshold"} <= set(texts)
     drawn = [node for node in root.iter("{http://www.w3.org/2000/svg}path")]
     assert len(drawn) >= 8
+    assert len({_look(index) for index in range(16)}) == 16
 
 
 def test_a_gate_is_calibrated_anew(cli: Any, trained: Path, teacher: Path) -> None:

@@ -260,3 +260,17 @@ def test_features_of_students_are_shared(teacher: Path) -> None:
     features = second.features(batch, 0)
     assert set(features.blocks) == {"z1", "z2", "z3", "z4"}
     assert features.targets["losses"].shape == (features.num, 4)
+
+
+def test_the_gate_that_ships_with_tiny_huginn() -> None:
+    """It exits where the criterion does on most tokens, and knows a step ahead."""
+    model = load("tiny-huginn", device="cpu")
+    gate = get_gate("foreseen-convergence", model)
+    assert isinstance(gate, ForeseenConvergenceGate) and gate.latency == 1 and model.tokenizer is not None
+    prompt = model.tokenizer.encode("Q: Tom has 3 boxes of 12 eggs. He eats 4 eggs. How many eggs are left?\nA:")
+    done = generate(model, prompt, gate=gate, max_new_tokens=32, ignore_eos=True)
+    batch = padded([Document(prompt + done.token_ids, len(prompt))])
+    limits = torch.tensor([0.03], dtype=torch.float64), torch.tensor([2])
+    criterion = walk(model, batch, ExitPolicy(get_layout("shared"), False, ConvergenceGate(), *limits))
+    same = [a == b for a, b in zip(criterion.depths[batch.decode].tolist(), done.depths[1:], strict=True)]
+    assert set(done.depths[1:]) == {2, 3} and sum(same) / len(same) > 0.85
