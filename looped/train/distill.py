@@ -29,7 +29,7 @@ from looped.train.distill_speed import Meter
 from looped.train.feed import Feed, Place
 from looped.train.sequences import Batch
 from looped.train.sights import Sights
-from looped.train.students import Student
+from looped.train.student import Student
 from looped.train.token_table import TokenTable
 from looped.train.walk import ExitPolicy, walk
 

@@ -22,7 +22,7 @@ from looped.train.distill_data import Documents
 from looped.train.distill_keep import Keeper, NotFiniteError, Unfinished
 from looped.train.distill_speed import Meter
 from looped.train.feed import Feed
-from looped.train.students import Student
+from looped.train.student import Student
 
 _NOTE_EVERY = 20
 _HIDDEN_STEPS, _HIDDEN_BATCH, _HIDDEN_DECAY = 600, 1024, 0.05

@@ -16,12 +16,13 @@ from looped.train.gate_output import rounded
 from looped.train.token_table import TokenTable
 
 if TYPE_CHECKING:
-    from looped.train.gate import Options
+    from looped.train.gate_options import Options
 
 
 def calibrate_again(options: Options) -> GateReport:
     """Score a saved gate under the options and put thresholds and metrics into its `gate.json`."""
-    from looped.train.gate import load_teacher, make_trial, wanted
+    from looped.train.gate import load_teacher, make_trial
+    from looped.train.gate_options import wanted
 
     folder = options.calibrate
     assert folder is not None

@@ -111,7 +111,8 @@ def _by_document(lost: Tensor, document: Tensor) -> Tensor:
     """Means over the positions of each document."""
     _, place, counts = torch.unique(document, return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=lost.dtype, device=lost.device).index_add_(0, place, lost)
-    return sums / counts
+    means: Tensor = sums / counts
+    return means
 
 
 def never(gate: Curve) -> float:

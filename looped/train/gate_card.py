@@ -15,7 +15,7 @@ from looped.train.gate_output import rounded
 from looped.train.student_spec import Spec
 
 if TYPE_CHECKING:
-    from looped.train.gate import Options
+    from looped.train.gate_options import Options
 
 # Of a report: what the card says elsewhere, and what `report.json` alone holds.
 _ELSEWHERE = ("gate", "kind", "threshold", "thresholds", "calibration")

@@ -274,3 +274,19 @@ def test_the_gate_that_ships_with_tiny_huginn() -> None:
     criterion = walk(model, batch, ExitPolicy(get_layout("shared"), False, ConvergenceGate(), *limits))
     same = [a == b for a, b in zip(criterion.depths[batch.decode].tolist(), done.depths[1:], strict=True)]
     assert set(done.depths[1:]) == {2, 3} and sum(same) / len(same) > 0.85
+
+
+def test_gates_of_a_ragged_prefill_learn_from_prompts_too(teacher: Path, tmp_path: Path) -> None:
+    """Gates that need no token before; what they do on prompts is told apart."""
+    gates = ("pre-loop:embedding", "stage2", "lookahead:change")
+    size: dict[str, Any] = {"tokens": 1500, "eval_tokens": 500, "steps": 20}
+    options = Options(teacher=str(teacher), gate=gates, output=tmp_path / "out", device="cpu", prefill="ragged", **size)
+    assert run(options) == 0
+    for name in gates:
+        stored = card(tmp_path / "out", name)
+        assert stored["prefill"] == "ragged" and stored["metrics"]["prompt"]["positions"] > 0
+    model = load(teacher, device="cpu")
+    deployment = Deployment.of(model, get_layout("ragged"), ragged_prefill=True)
+    batch = next(batches(Corpus("embedded", model, 0, 256).training(), 1000))
+    features = Teaching(model, new_students(parse_specs(gates), model), deployment, Plan()).features(batch, 0)
+    assert features.num == int((batch.decode | batch.prompt).sum())
