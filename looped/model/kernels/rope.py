@@ -10,8 +10,8 @@ from torch import Tensor
 
 from looped.model.kernels.launch import after_previous, launch_options, padded
 
-# Heads of a program, and its warps.
-HEADS, WARPS = 16, 4
+# Heads of a program and its warps: few rows want many programs, many rows few.
+FEW_ROWS, FEW, MANY = 64, (4, 2), (16, 4)
 
 
 @triton.jit
@@ -100,10 +100,11 @@ def rope_rows(
     splits, num_rows, width = parts_SNF.shape
     num_heads = width // head_dim
     out_NAK = torch.empty((num_rows, num_heads, head_dim), dtype=dtype, device=parts_SNF.device)
-    _rope[(num_rows, -(-num_heads // HEADS))](
+    heads, num_warps = FEW if num_rows <= FEW_ROWS else MANY
+    _rope[(num_rows, -(-num_heads // heads))](
         out_NAK, parts_SNF, parts_SNF if bias is None else bias, cos, sin, num_rows,
-        ROTATED=num_rotated, ALL=num_heads, HEAD_DIM=head_dim, PADDED=padded(head_dim // 2), HEADS=HEADS,
-        SPLITS=splits, BIAS=bias is not None, INTERLEAVED=interleaved, num_warps=WARPS,
+        ROTATED=num_rotated, ALL=num_heads, HEAD_DIM=head_dim, PADDED=padded(head_dim // 2), HEADS=heads,
+        SPLITS=splits, BIAS=bias is not None, INTERLEAVED=interleaved, num_warps=num_warps,
         **launch_options(parts_SNF.device),
     )  # fmt: skip
     return out_NAK

@@ -19,8 +19,8 @@ from looped.infer.backends.kernels.lookup import accumulator, padded, pool_row, 
 from looped.infer.backends.kernels.splits import Scratch, last_to_arrive, listed_split, next_item, split_keys
 from looped.model.kernels.launch import after_previous, launch_options
 
-# Rows times heads from which programs are small.
-MANY = 256
+# Rows times heads below which programs are large, and from which they are single warps.
+FEW, MANY = 128, 512
 
 
 @triton.jit
@@ -142,16 +142,16 @@ def decode_heads(
 ) -> Tensor:
     """Store K/V of one new token a row in `kv` [rows, 2, H, K] and attend to it and all earlier ones: [N, H, K].
 
-    `block`, `num_stages` and `num_warps` are the launch's; the defaults are meant for Hopper. Batches that fill it
-    take small programs, of which more fit beside each other.
+    `block`, `num_stages` and `num_warps` are the launch's; the defaults are meant for Hopper. Larger batches
+    take smaller programs, of which more fit beside each other.
     """
     q_NHK, k_NHK, v_NHK = rows_apart(q_NHK), rows_apart(k_NHK), rows_apart(v_NHK)
     num_rows, heads, head_dim = q_NHK.shape
     out_NHK = torch.empty((num_rows, heads, head_dim), dtype=q_NHK.dtype, device=q_NHK.device)
     width = padded(head_dim)
-    many = num_rows * heads >= MANY
-    block = block or block_keys(width, kv.dtype) // (2 if many else 1)
-    num_stages, num_warps = num_stages or (3 if many else 2), num_warps or (1 if many else 4)
+    few, many = num_rows * heads < FEW, num_rows * heads >= MANY
+    block = block or block_keys(width, kv.dtype) // (1 if few else 2)
+    num_stages, num_warps = num_stages or (2 if few else 3), num_warps or (4 if few else 1 if many else 2)
     _decode[(scratch.num_programs,)](
         out_NHK, q_NHK, k_NHK, v_NHK, kv, table_SPB, batch.slots, batch.planes, batch.positions,
         scratch.items, scratch.num_items, scratch.taken, scratch.acc, scratch.stats, scratch.arrived,

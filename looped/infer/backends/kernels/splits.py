@@ -22,8 +22,8 @@ from looped.model.kernels.launch import after_previous, launch_options
 # Keys of a split, and how many splits a row has at most (longer rows get longer splits).
 SPLIT_KEYS = 192
 MAX_SPLITS = 32
-# Programs for every multiprocessor, so that loads of some hide the waiting of others: more than fit on one.
-PROGRAMS_PER_SM = 16
+# Programs for every multiprocessor, so that loads of some hide the waiting of others: as many as fit on one.
+PROGRAMS_PER_SM = 9
 # Splits of a row are numbered below this in the list.
 _NUMBERED = tl.constexpr(256)
 
