@@ -23,6 +23,8 @@ from looped.train.windows import Batch, Windows
 HAZARD_THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 CHANGE_THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _STATE_SEED = 1
+_PASSES = 3
+"""Forwards that find what tokens leave where planes are overwritten: an estimate of what decoding finds."""
 
 
 class ExitScore(NamedTuple):
@@ -53,8 +55,7 @@ class Scores(NamedTuple):
     tokens: dict[str, int]
     ce: dict[str, tuple[float, ...]]
     layout_ce: dict[str, tuple[float, ...]] | None
-    """CE at fixed depths under the model's own layout, where that overwrites planes: what earlier tokens leave is taken
-    from a dense forward."""
+    """CE at fixed depths under the model's own layout, where that overwrites planes: close to what decoding finds."""
     mean_pi: tuple[float, ...] | None
     entropy: float | None
     relative_change: tuple[float, ...]
@@ -142,7 +143,7 @@ def _layout_losses(model: LoopedLM, batch: Batch, layout: KVLayout) -> Tensor:
     positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
     state, columns = initial_state(model, batch.inputs, _STATE_SEED), []
     for depth in range(1, model.config.max_loops + 1):
-        h = roll(model, batch.inputs, depth, Setting(layout), lambda: never, state).states[-1]
+        h = roll(model, batch.inputs, depth, Setting(layout, passes=_PASSES), lambda: never, state).states[-1]
         columns.append(logits_loss(model.coda(h, positions, dense_causal), batch.targets).flatten().cpu())
     return torch.stack(columns, -1)
 
@@ -205,7 +206,7 @@ def _ragged(model: LoopedLM, batches: list[Batch], threshold: float) -> tuple[Te
     """Losses and depths [N] of forwards in which every token exits at the threshold, under the model's own layout."""
     losses, depths = [], []
     layout = get_layout(model.config.default_layout)
-    setting = Setting(get_layout("ragged") if layout.needs_dense else layout)
+    setting = Setting(get_layout("ragged") if layout.needs_dense else layout, passes=_PASSES)
     for batch in batches:
         new_leave = partial(exits.by_threshold, model, threshold)
         rollout = roll(model, batch.inputs, model.config.max_loops, setting, new_leave)

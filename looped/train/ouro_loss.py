@@ -91,10 +91,13 @@ class OuroLoss:
 
         rollout = roll(model, batch.inputs, self.num_loops, setting, commit)
         readouts = [model.readout(h) for h in rollout.states]
-        value, losses, _, log = self._over_depths(model, batch, moment, readouts)
+        value, losses, pi, log = self._over_depths(model, batch, moment, readouts)
         at_exit = losses.gather(-1, rollout.depths[..., None] - 1).squeeze(-1)
         told = weighted_mean(at_exit.detach(), batch.answer, self.options.question_weight)
-        log = {f"private_{name}": figure for name, figure in log.items()} | {"private_loss": value.detach()}
+        log = {"loss": value.detach(), **log}
+        log |= depth_figures(losses.detach(), pi.detach(), batch, [z.detach() for z in readouts])
+        if self.options.kv_share < 1:  # beside dense steps, whose figures have the plain names
+            log = {f"private_{name}": figure for name, figure in log.items()}
         log |= work(value, loops_trained(setting, self.num_loops), self.num_loops)
         return Loss(value, log | exit_figures(at_exit, rollout.depths, batch, told))
 
