@@ -47,8 +47,10 @@ class Card(NamedTuple):
 def run(options: Options) -> int:
     """Print the card; with `json` also as the last line."""
     card = read(options)
-    for name, text in rows(card):
-        print(f"{name:<17}{text}")
+    lines = rows(card)
+    width = max(15, *(len(name) for name, _ in lines)) + 2
+    for name, text in lines:
+        print(f"{name:<{width}}{text}")
     if options.json:
         last_json(card._replace(config=asdict(card.config)))  # type: ignore[arg-type]
     return 0
