@@ -26,7 +26,7 @@ from looped.model import LoopedLM, load, save
 from looped.model.loading import ASSETS, HUB_IDS
 from looped.options import parse
 from looped.train import distill_fit
-from looped.train.distill import Deployment, Plan, Teaching
+from looped.train.distill import Deployment, Features, Plan, Teaching
 from looped.train.distill_data import Corpus, Document, batches, padded
 from looped.train.gate import Options, check, run
 from looped.train.student_spec import parse_specs
@@ -342,9 +342,30 @@ def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Pat
     assert isinstance(without, LookaheadGate | PreLoopGate) and without.hidden is None
 
 
-def test_a_hidden_layer_is_trained_behind_the_heads(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("curved", [True, False])
+def test_a_hidden_layer_stays_where_it_helps_on_positions_it_never_saw(teacher: Path, curved: bool) -> None:
+    model = load(teacher, device="cpu")
+    student, linear = new_students(parse_specs(("lookahead:mlp=16", "lookahead")), model)
+    generator = torch.Generator().manual_seed(0)
+    blocks = {f"z{r}": torch.randn(3000, 32, generator=generator) for r in (1, 2)}
+    logits = [4 * z[:, 0] * (z[:, 1].sign() if curved else 1) + 0.5 * z[:, 2] for z in blocks.values()]
+    hazards = torch.sigmoid(torch.stack([torch.full((3000,), -9.0), *logits], -1))
+    cut = Features({name: z[:2000] for name, z in blocks.items()}, {"hazards": hazards[:2000]})
+    teaching = Teaching(model, [student, linear], Deployment.of(model, get_layout("ragged")), Plan(ridge=1.0))
+    for each in (student, linear):
+        distill_fit.fit_cached(distill_fit.Distillation(teaching, [each]), cut)
+    fresh = {name: z[2000:] for name, z in blocks.items()}
+    with torch.no_grad():
+        losses = [float(each.objective(fresh, hazards[2000:])) for each in (student, linear)]
+    if curved:
+        assert losses[0] < 0.7 * losses[1]
+    else:
+        assert losses[0] < losses[1] + 0.01, "where heads are all there is to learn, it does no harm"
+
+
+def test_a_hidden_layer_comes_into_the_checkpoint(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
     words = ("train-gate", "--teacher", teacher, "--output", tmp_path / "gate", *QUICK, "--hidden", 8)
-    assert cli(*words).code == 0
+    assert cli(*words, "--optimizer", "adamw", "--steps", 50).code == 0
     tensors = load_file(tmp_path / "gate" / "gate.safetensors")
     assert tensors["hidden.weight"].shape == (2, 8, 32)
     assert float(tensors["hidden.out"].abs().max()) > 0
