@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
+from looped.kv import get_layout
 from looped.model import LoopedLM
+from looped.model.attention import dense_causal
 from looped.train import ranks
 from looped.train.losses import chunked_loss, logits_loss
+from looped.train.rollout import Setting, never, roll
 from looped.train.strategy import is_sharded
 from looped.train.windows import Batch, Windows
 
 _ROWS = 4
+_PASSES = 2
 
 
 @torch.no_grad()
@@ -46,6 +50,12 @@ def held_out_loss(model: LoopedLM, windows: Windows, num_windows: int, autocast:
 
 
 def _losses(model: LoopedLM, batch: Batch) -> torch.Tensor:
+    """At full depth, under the layout that the model is served with where that overwrites planes."""
+    layout = get_layout(model.config.default_layout)
+    setting = Setting(layout if layout.cut_sensitive else get_layout("depth"), passes=_PASSES)
+    positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
+    state = model.init_state(torch.zeros_like(batch.inputs), positions.expand_as(batch.inputs))
+    h = roll(model, batch.inputs, model.config.max_loops, setting, lambda: never, state).states[-1]
     if model.config.injection:
-        return logits_loss(model.logits(batch.inputs), batch.targets)
-    return chunked_loss(model.states(batch.inputs)[-1], model.head.weight, batch.targets)
+        return logits_loss(model.coda(h, positions, dense_causal), batch.targets)
+    return chunked_loss(model.readout(h), model.head.weight, batch.targets)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
@@ -381,3 +382,43 @@ def test_steps_cost_what_the_losses_log() -> None:
         for name in ("loops", "heads"):
             planned = sum(kind.share * getattr(kind, name) for kind in kinds)
             assert sum(float(log[f"{name}_run"]) for log in logs) / 8 == pytest.approx(planned, rel=1e-5)
+
+
+SPREAD = [
+    {"kl_tokens": "groups", "beta_pause": True, "depth_budget": 1.5, "depth_cost": 0.1, "sampling": "uniform"},
+    {"ragged_from": 0.0, "aware": "counterfactual", "kv": "shared", "kv_share": 1.0, "kv_prompt": 0.6},
+    {"ragged_from": 0.0, "aware": "reinforce", "trajectories": 2, "kv": "first-shared", "kv_prompt": 0.6},
+]
+
+
+def whole_or_half(changes: dict[str, Any], rows: slice) -> tuple[list[Tensor], dict[str, float]]:
+    """Gradients and figures of these rows of one batch."""
+    model, batch = trainable(), batch_of(4, 7)
+    options = Objective(question_weight=0.5, **changes)
+    result = OuroLoss(options, 4)(model, Batch(*(part[rows] for part in batch)), moment(step=3))
+    return gradients(result.value, model), {name: float(value) for name, value in result.log.items()}
+
+
+def one_of_two(rank: int, place: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=2)
+    found = []
+    for changes in SPREAD:
+        grads, log = whole_or_half(changes, slice(2 * rank, 2 * rank + 2))
+        for grad in grads:
+            dist.all_reduce(grad)
+        found.append(([grad / 2 for grad in grads], log))
+    torch.save(found, f"{place}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    halves = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for changes, (grads, left), (_, right) in zip(SPREAD, *halves, strict=True):
+        whole, log = whole_or_half(changes, slice(0, 4))
+        for one, other in zip(grads, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+        for name, value in log.items():
+            if "drift" not in name:
+                assert (left[name] + right[name]) / 2 == pytest.approx(value, abs=1e-5), name
