@@ -55,10 +55,11 @@ class TwoStreams:
 
             def visible(b: Tensor, h: Tensor, i: Tensor, column: Tensor) -> Tensor:
                 left, j = column < length, column % length
+                earlier, own = j < i, j == i
                 if prompt_lens is None:
-                    return torch.where(left, j < i, j == i)
+                    return (left & earlier) | (~left & own)
                 prompt = i < prompt_lens[b]
-                return torch.where(left, (j < i) & ~prompt, (j == i) | (prompt & (j < i)))
+                return (left & earlier & ~prompt) | (~left & (own | (prompt & earlier)))
 
             rows = None if prompt_lens is None else len(prompt_lens)
             self._mask = make_mask(visible, rows, None, length, 2 * length, device=q.device)
