@@ -26,8 +26,6 @@ from looped.train.student import Student
 
 _NOTE_EVERY = 20
 _HIDDEN_STEPS, _HIDDEN_BATCH, _HIDDEN_DECAY = 600, 1024, 0.05
-# Share of the positions that a hidden layer is scored on, steps between two looks, looks without a gain that end it.
-_HIDDEN_CHECKED, _HIDDEN_LOOK, _HIDDEN_PATIENCE = 0.1, 30, 6
 _CONVERGED = 1e-3
 
 
@@ -155,21 +153,14 @@ def distil(teaching: Teaching, documents: Documents, unfinished: Unfinished) -> 
 
 
 def fit_cached(module: Distillation, features: Features) -> None:
-    """Train on features in memory: with L-BFGS the heads first, then what a hidden layer adds, which is scored on
-    positions that neither learns from."""
+    """Train on features in memory: with L-BFGS the heads first, then what a hidden layer adds."""
     prepare(module.students, features)
-    name, learnt, checked = module.students[0].spec.text, features, None
-    if module.lbfgs and any(part.hidden for part in module.parts) and features.num >= 1 / _HIDDEN_CHECKED:
-        order = torch.arange(features.num, device=next(iter(features.targets.values())).device)
-        kept = round(features.num * (1 - _HIDDEN_CHECKED))
-        learnt, checked = features.rows(order[:kept]), features.rows(order[kept:])
-    module.num_positions = learnt.num
+    module.num_positions = features.num
     size = module.num_positions if module.lbfgs else module.plan.batch_tokens
-    _fit(module, Shuffled(learnt, size, module.plan.seed), [], f"{name} (steps)")
+    name = module.students[0].spec.text
+    _fit(module, Shuffled(features, size, module.plan.seed), [], f"{name} (steps)")
     if module.begin_hidden():
-        best = _Best(checked or learnt)
-        _fit(module, Shuffled(learnt, _HIDDEN_BATCH, module.plan.seed), [best], f"{name}, hidden layer (steps)")
-        best.restore(module)
+        _fit(module, Shuffled(features, _HIDDEN_BATCH, module.plan.seed), [], f"{name}, hidden layer (steps)")
 
 
 def prepare(students: list[Student], features: Features) -> None:
@@ -212,39 +203,6 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in (".*not have many workers.*", ".*GPU available but.*", ".*`IterableDataset`.*", ".*treespec.*"):
         warnings.filterwarnings("ignore", text)
-
-
-class _Best(callbacks.Callback):
-    """Scores a hidden layer now and then on positions it does not learn from, keeps the weights that did best: those
-    without it, where it helps nowhere."""
-
-    def __init__(self, checked: Features) -> None:
-        self.checked, self.loss, self.misses = checked, math.inf, 0
-        self.state: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._look(module)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Features, batch_idx: int) -> None:
-        if (batch_idx + 1) % _HIDDEN_LOOK == 0:
-            self._look(module)
-            trainer.should_stop |= self.misses >= _HIDDEN_PATIENCE
-
-    @torch.no_grad()
-    def _look(self, module: Distillation) -> None:
-        module.eval()
-        device = next(module.parameters()).device
-        blocks, targets = ({k: x.to(device) for k, x in part.items()} for part in self.checked[:2])
-        loss = sum(float(student.objective(blocks, targets[student.target])) for student in module.students)
-        module.train()
-        self.misses += 1
-        if loss < self.loss:
-            self.loss, self.misses = loss, 0
-            self.state = {name: x.detach().clone() for name, x in module.state_dict().items()}
-
-    def restore(self, module: Distillation) -> None:
-        """Give the module the weights that did best."""
-        module.load_state_dict(self.state)
 
 
 class _Bar(callbacks.Callback):

@@ -342,13 +342,13 @@ def test_a_saved_gate_predicts_what_its_student_did(teacher: Path, tmp_path: Pat
     assert isinstance(without, LookaheadGate | PreLoopGate) and without.hidden is None
 
 
-@pytest.mark.parametrize("curved", [True, False])
-def test_a_hidden_layer_stays_where_it_helps_on_positions_it_never_saw(teacher: Path, curved: bool) -> None:
+def test_a_hidden_layer_learns_what_heads_cannot(teacher: Path) -> None:
+    """Scored on positions it never saw."""
     model = load(teacher, device="cpu")
     student, linear = new_students(parse_specs(("lookahead:mlp=16", "lookahead")), model)
     generator = torch.Generator().manual_seed(0)
     blocks = {f"z{r}": torch.randn(3000, 32, generator=generator) for r in (1, 2)}
-    logits = [4 * z[:, 0] * (z[:, 1].sign() if curved else 1) + 0.5 * z[:, 2] for z in blocks.values()]
+    logits = [4 * z[:, 0] * z[:, 1].sign() + 0.5 * z[:, 2] for z in blocks.values()]
     hazards = torch.sigmoid(torch.stack([torch.full((3000,), -9.0), *logits], -1))
     cut = Features({name: z[:2000] for name, z in blocks.items()}, {"hazards": hazards[:2000]})
     teaching = Teaching(model, [student, linear], Deployment.of(model, get_layout("ragged")), Plan(ridge=1.0))
@@ -357,10 +357,7 @@ def test_a_hidden_layer_stays_where_it_helps_on_positions_it_never_saw(teacher: 
     fresh = {name: z[2000:] for name, z in blocks.items()}
     with torch.no_grad():
         losses = [float(each.objective(fresh, hazards[2000:])) for each in (student, linear)]
-    if curved:
-        assert losses[0] < 0.7 * losses[1]
-    else:
-        assert losses[0] < losses[1] + 0.01, "where heads are all there is to learn, it does no harm"
+    assert losses[0] < 0.7 * losses[1]
 
 
 def test_a_hidden_layer_comes_into_the_checkpoint(cli: Callable[..., Any], teacher: Path, tmp_path: Path) -> None:
