@@ -10,6 +10,11 @@ class LoopedError(Exception):
     """One clear sentence: what was given, what is allowed, what to do."""
 
 
+def one_line(error: Exception) -> str:
+    """What another library says of an error, for the end of such a sentence."""
+    return " ".join(str(error).split())[:200]
+
+
 def unknown(kind: str, name: str, options: Iterable[str]) -> LoopedError:
     """The error for a name that is none of `options`, with the nearest one suggested."""
     choices = list(options)

@@ -11,14 +11,18 @@ from looped.data.wordmath.generate import word_problems
 from looped.data.wordmath.words import Dice
 
 EMBEDDED = "embedded"
+"""Name of this source, and of the tokenizer that is shipped."""
+
+_DRILLS = 0.35
+"""Share of the drills."""
 
 
-def embedded_documents(seed: int = 0, drills: float = 0.35, evaluation: bool = False) -> Iterator[str]:
-    """Endless word problems and drills; `drills` is the share of drill documents."""
+def embedded_documents(seed: int, evaluation: bool = False) -> Iterator[str]:
+    """Endless word problems and drills."""
     dice = Dice(f"embedded/{seed}/{evaluation}")
     words, short = word_problems(dice, evaluation), drill_problems(dice, evaluation)
     while True:
-        yield next(short if dice.chance(drills) else words).document()
+        yield next(short if dice.chance(_DRILLS) else words).document()
 
 
 class Generated(Source):
@@ -30,7 +34,7 @@ class Generated(Source):
         self.seed, self.evaluation = seed, evaluation
 
     def open(self, epoch: int, state: State | None = None) -> Reader:
-        return _GeneratedReader(embedded_documents(self.seed, evaluation=self.evaluation), state)
+        return _GeneratedReader(embedded_documents(self.seed, self.evaluation), state)
 
 
 class _GeneratedReader(Reader):

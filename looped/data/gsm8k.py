@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from looped.data.rows import Row, read_file
 from looped.errors import LoopedError
 
 HUB = "openai/gsm8k"
@@ -42,38 +42,18 @@ def solved(question: str, answer: str) -> Solved:
     return Solved(" ".join(question.split()), chain, final.strip().replace(",", ""))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file. Raises LoopedError with the line that does not parse."""
-    rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoopedError(f"cannot read the data file {path} ({error}); give a UTF-8 JSONL file.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise LoopedError(f"{path}, line {number}, is not JSON; give one object a line.") from error
-        if not isinstance(row, dict):
-            raise LoopedError(f"{path}, line {number}, is not a JSON object; give one object a line.")
-        rows.append(row)
-    return rows
-
-
-def columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def columns(rows: Iterable[Row]) -> list[str]:
     return sorted({key for row in rows for key in row})
 
 
 def gsm8k_train(source: str = HUB) -> list[Solved]:
     """The training problems from a JSONL file (fields question, answer) or from the hub through `datasets`."""
     if source == HUB:
-        from looped.data.documents import hub_rows
+        from looped.data.hub import find_hub
 
-        rows = hub_rows(HUB, "train", config="main")
+        rows = list(find_hub(f"{HUB}:main:train").open(0))
     else:
-        rows = read_jsonl(Path(source))
+        rows = [row for row, _, _ in read_file(Path(source))]
     if not rows or not all("question" in row and "answer" in row for row in rows):
         raise LoopedError(
             f"{source} must have the columns question and answer; it has {', '.join(columns(rows)) or 'no rows'}."

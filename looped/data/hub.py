@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from looped.data.rows import Reader, Row, Source, State, library
-from looped.errors import LoopedError
+from looped.errors import LoopedError, one_line
 
 NEMOTRON = "nvidia/Nemotron-Post-Training-Dataset-v2"
 DEFAULT = f"{NEMOTRON}:math+code+stem+chat"
@@ -52,9 +52,8 @@ def _load(repository: str, config: str | None, name: str) -> dict[str, Any]:
     try:
         return dict(datasets.load_dataset(repository, config, streaming=True))
     except Exception as error:  # datasets raises a different class for every way a name or a network can fail
-        reason = " ".join(str(error).split())[:200]
         raise LoopedError(
-            f"cannot load the data set {name!r} ({type(error).__name__}: {reason}); "
+            f"cannot load the data set {name!r} ({type(error).__name__}: {one_line(error)}); "
             "check the name and the network, or give local files"
         ) from error
 
@@ -90,9 +89,8 @@ class _StreamedReader(Reader):
         try:
             row: Row | None = next(self.iterator, None)
         except Exception as error:  # a connection that broke, a shard that is damaged
-            reason = " ".join(str(error).split())[:200]
             raise LoopedError(
-                f"reading {self.name} failed behind row {self.number} ({type(error).__name__}: {reason}); "
+                f"reading {self.name} failed behind row {self.number} ({type(error).__name__}: {one_line(error)}); "
                 "check the network, or give local files"
             ) from error
         if row is None:

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from looped.errors import LoopedError
+from looped.errors import LoopedError, one_line
 
 Row = Mapping[str, Any]
 State = dict[str, Any]
 Placed = tuple[Row, Any, str]
 """A row of a file, the place behind it, and words for where it is."""
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".md")
+PLAIN = (".txt", ".md")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", *PLAIN)
 _CARDS = ("dataset_info.json", "dataset_dict.json", "state.json")  # what `datasets` saves beside rows
 PIECE = 4_000
 """Characters at which a plain text file is cut, at the next blank line."""
@@ -92,7 +93,7 @@ def read_file(path: Path, at: Any = None) -> Iterator[Placed]:
             yield from _parquet(path, at)
         elif suffix == ".arrow":
             yield from _arrow(path, at)
-        elif suffix in {".txt", ".md"}:
+        elif suffix in PLAIN:
             yield from _plain(path, at)
         elif suffix == ".json" and _is_array(path):
             yield from _array(path, at)
@@ -171,7 +172,7 @@ def _parquet(path: Path, at: Any) -> Iterator[Placed]:
                     yield row, (group, index + 1), f"{path}, row group {group}, row {index + 1},"
             skip = 0
     except ArrowException as error:
-        raise LoopedError(f"{path} is not a Parquet file ({' '.join(str(error).split())[:120]})") from error
+        raise LoopedError(f"{path} is not a Parquet file ({one_line(error)})") from error
 
 
 def _arrow(path: Path, at: Any) -> Iterator[Placed]:
@@ -179,7 +180,9 @@ def _arrow(path: Path, at: Any) -> Iterator[Placed]:
     try:
         rows = datasets.Dataset.from_file(str(path))
     except Exception as error:  # Arrow and datasets each raise their own for a file that is none
-        raise LoopedError(f"{path} is not an Arrow file of a data set ({_reason(error)})") from error
+        raise LoopedError(
+            f"{path} is not an Arrow file of a data set ({type(error).__name__}: {one_line(error)})"
+        ) from error
     for index in range(at or 0, len(rows)):
         yield rows[index], index + 1, f"{path}, row {index + 1},"
 
@@ -238,7 +241,3 @@ def _in_folder(name: str, folder: Path, split: str | None) -> list[Path]:
     if not files:
         raise LoopedError(f"the folder {folder} holds no file that ends in {', '.join(SUFFIXES)}")
     return files
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

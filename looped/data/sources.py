@@ -1,33 +1,37 @@
-"""Plain documents for pretraining, read as they are needed: local files, folders, data sets of the hub."""
+"""Sources of documents by name: local files, folders, data sets of the hub."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from looped.data.hub import find_hub
-from looped.data.rows import Row, find_files, read_file
+from looped.data.rows import PLAIN, Files, Row, Source, find_files, read_file
 from looped.errors import LoopedError
 
 
-def is_local(source: str) -> bool:
-    """Whether a source is files that are here, not a data set of the hub. Raises LoopedError for a path to nothing."""
-    return find_files(source) is not None
+def find_source(name: str, seed: int = 0) -> Source:
+    """Files of a path, folder or glob, else a data set of the hub, `owner/name[:config][:split+split]`.
+
+    Raises LoopedError where there is nothing of that name, or no network.
+    """
+    files = find_files(name)
+    return find_hub(name, seed) if files is None else Files(name, files, seed)
 
 
-def read_texts(source: str, column: str) -> Iterator[str]:
+def read_texts(name: str, column: str) -> Iterator[str]:
     """Documents of one source in order: the text in `column` of its rows, the pieces of a plain text file.
 
     Raises LoopedError for files that are missing or damaged, a column that is not there (naming those that are), or a
     hub that cannot be reached.
     """
-    files = find_files(source)
+    files = find_files(name)
     if files is None:
-        reader = find_hub(source).open(0)
+        reader = find_hub(name).open(0)
         for row in reader:
             yield _text(row, column, reader.where)
         return
     for path in files:
-        plain = path.suffix.lower() in {".txt", ".md"}
+        plain = path.suffix.lower() in PLAIN
         for row, _, where in read_file(path):
             yield _text(row, "text" if plain else column, where)
 

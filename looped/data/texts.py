@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from looped.data import tokenizer as shipped
 from looped.data.build import MANIFEST
+from looped.data.embedded import EMBEDDED
 from looped.data.rows import find_files
 from looped.data.sources import read_texts
 from looped.errors import LoopedError
@@ -27,7 +28,6 @@ from looped.files import read_object, write_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SHIPPED_TOKENIZER = "embedded"
 _BATCH = 256
 _HEADER = 128
 
@@ -41,7 +41,7 @@ class TextConfig:
     tokens: int
     held_out: int
     seq_len: int
-    tokenizer: str = SHIPPED_TOKENIZER
+    tokenizer: str = EMBEDDED
     column: str = "text"
 
 
@@ -62,7 +62,7 @@ def find_words(name: str) -> Words:
     """
     from tokenizers import Tokenizer
 
-    folder = shipped.folder() if name == SHIPPED_TOKENIZER else _tokenizer_folder(name)
+    folder = shipped.folder() if name == EMBEDDED else _tokenizer_folder(name)
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
@@ -88,7 +88,7 @@ def _tokenizer_folder(name: str) -> Path:
             raise LoopedError(f"{path} holds no tokenizer.json")
         return path
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise LoopedError(f"there is no tokenizer folder {name}; give one, a hub name, or {SHIPPED_TOKENIZER!r}")
+        raise LoopedError(f"there is no tokenizer folder {name}; give one, a hub name, or {EMBEDDED!r}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from looped.data.gsm8k import columns
+from looped.data.rows import read_file
 from looped.errors import LoopedError, unknown
 from looped.files import shipped
 
@@ -48,13 +50,11 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
     Raises `LoopedError` for a file that is missing, cannot be read, is empty or lacks a column.
     """
-    from looped.data.gsm8k import columns, read_jsonl  # here, since its package takes a while to import
-
     file = Path(path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise LoopedError(f"the data file {file} {what}; give a JSONL or Parquet file with {' and '.join(COLUMNS)}")
-    rows = _read_parquet(file) if file.suffix == ".parquet" else read_jsonl(file)
+    rows = [row for row, _, _ in read_file(file)]
     if not rows:
         raise LoopedError(f"the data file {file} has no rows; give one with {' and '.join(COLUMNS)}")
     for number, row in enumerate(rows, start=1):
@@ -65,15 +65,3 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
                 f"columns needed: {', '.join(COLUMNS)}; columns found: {', '.join(columns(rows))}"
             )
     return [{name: str(row[name]) for name in COLUMNS} for row in rows]
-
-
-def _read_parquet(file: Path) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise LoopedError(f"cannot read the data file {file} ({reason}); give a Parquet file") from error
-    return rows

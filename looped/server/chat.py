@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from looped.errors import one_line
 from looped.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ChatTemplate:
                 **{**self.tokens, **(extra or {})},
             )
         except (TemplateError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ApiError(400, f"the chat template refused the messages: {reason}", param="messages") from error
+            raise ApiError(
+                400, f"the chat template refused the messages: {one_line(error)}", param="messages"
+            ) from error
         return str(rendered[0])

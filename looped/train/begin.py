@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from looped.config import ModelConfig
+from looped.data.embedded import EMBEDDED
 from looped.errors import LoopedError
 from looped.kv import get_layout
 from looped.model import LoopedLM, load
@@ -15,7 +16,7 @@ from looped.model.loading import find_checkpoint
 from looped.train import checkpoint
 from looped.train.build import new_model
 from looped.train.corpus import Corpus
-from looped.train.recipe import EMBEDDED, Data, Options, model_config
+from looped.train.recipe import Data, Options, model_config
 
 
 class Start(NamedTuple):

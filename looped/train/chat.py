@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from looped.data.formats import Item, Message
-from looped.errors import LoopedError
+from looped.errors import LoopedError, one_line
 
 if TYPE_CHECKING:
     from looped.model.tokenizer import Tokenizer
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 AUTO, NONE = "auto", "none"
 _ANSWER_MARK = "\nA:"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASON = 160
 
 
 class Segment(NamedTuple):
@@ -84,7 +83,7 @@ class Chats:
                 **self.tokens,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise Refused(" ".join(str(error).split())[:_REASON]) from error
+            raise Refused(one_line(error)) from error
         return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 

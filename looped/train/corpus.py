@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from looped.data import DataConfig, build_dataset
-from looped.data.build import MANIFEST
+from looped.data.build import MANIFEST, build_dataset
+from looped.data.embedded import EMBEDDED
+from looped.data.mixture import DataConfig
 from looped.data.texts import TextConfig, Words, build_texts, find_words
 from looped.errors import LoopedError
 from looped.progress import progress
-from looped.train.recipe import EMBEDDED, Data
+from looped.train.recipe import Data
 from looped.train.windows import Windows
 
 HELD_OUT_TOKENS = 1_000_000

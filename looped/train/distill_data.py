@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from looped.data.documents import EMBEDDED, find_source
-from looped.data.embedded import Generated
+from looped.data.embedded import EMBEDDED, Generated
 from looped.data.formats import Format, Item
 from looped.data.hub import DEFAULT
 from looped.data.rows import Reader, Source, State
+from looped.data.sources import find_source
 from looped.errors import LoopedError
 from looped.model import LoopedLM
 from looped.train.batches import Document, batches, padded, take

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from looped.config import ModelConfig
+from looped.data.embedded import EMBEDDED
 from looped.data.rows import find_files
-from looped.data.sources import is_local, read_texts
+from looped.data.sources import read_texts
 from looped.data.texts import find_words
 from looped.errors import LoopedError
 from looped.files import check_folder
@@ -24,7 +25,7 @@ from looped.train.build import flops_per_token
 from looped.train.cost import step_kinds
 from looped.train.losses import CHUNK_TOKENS
 from looped.train.peak import peak_flops
-from looped.train.recipe import EMBEDDED, Options, model_config
+from looped.train.recipe import Options, model_config
 
 HOPPER = 989e12
 """Dense bf16 peak that times are reckoned with where there is no GPU."""
@@ -161,19 +162,19 @@ def check_data(options: Options) -> tuple[int, list[str]]:
         if source == EMBEDDED:
             notes.append("data: generated on this machine when the run starts")
             continue
-        hub = not is_local(source)
+        files = find_files(source)
         try:
-            if hub:
+            if files is None:
                 _ask_hub(source)
             first = next(itertools.islice(read_texts(source, data.column), 1), None)
         except LoopedError as error:
-            if not hub:
+            if files is not None:
                 raise
             notes.append(f"data not checked: {error}")
             continue
         if first is None:
             raise LoopedError(f"{source} holds no document; give another data.source")
-        size = "" if hub else f", {sum(path.stat().st_size for path in find_files(source) or ()) / 1e9:.2f} GB"
+        size = "" if files is None else f", {sum(path.stat().st_size for path in files) / 1e9:.2f} GB"
         notes.append(f"data: {source} can be read{size}; it begins {first[:40]!r}")
     if data.folder is None:
         notes.append("data.folder is missing: the run will need it")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from looped.config import ModelConfig
+from looped.data.embedded import EMBEDDED
 from looped.errors import LoopedError
 from looped.kv import get_layout
 from looped.options import option
@@ -135,10 +136,6 @@ class Optim:
     total_seconds: float | None = option(
         None, "training time, summed over resumed runs, after which the schedule ends if the tokens do not end it first"
     )
-
-
-EMBEDDED = "embedded"
-"""Source of the package's own generators, and name of the tokenizer that is shipped."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from looped.data import EVAL_SETS, eval_items
+from looped.data.evalsets import EVAL_SETS, eval_items
 from looped.data.exemplars import prefix
 from looped.model import LoopedLM
 from looped.train.accuracy import Problem, answer_of, greedy

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, read_packed
+from looped.data.packed import read_packed
+from looped.data.packing import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
 from looped.errors import LoopedError
 
 RESIDENT_SHARE = 0.05

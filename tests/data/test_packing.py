@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT, DataConfig, Mix, build_dataset, read_packed
 from looped.data import tokenizer as tokenizers_
+from looped.data.build import build_dataset
 from looped.data.exemplars import prefix
+from looped.data.mixture import DataConfig, Mix
+from looped.data.packed import read_packed
+from looped.data.packing import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
 from looped.errors import LoopedError
 
 TOKENIZER = tokenizers_.load()

@@ -1,14 +1,13 @@
-"""Readers: GSM8K, documents of any source, and the lm-eval tasks."""
+"""GSM8K, the generator's documents, and the lm-eval tasks."""
 
-import json
+import itertools
 
 import pytest
 
-from looped.data import load_documents
+from looped.data.embedded import embedded_documents
 from looped.data.evalsets import eval_items
 from looped.data.exemplars import exemplars, prefix
 from looped.data.gsm8k import gsm8k_train, solved
-from looped.errors import LoopedError
 
 
 def test_solved_strips_calculator_marks():
@@ -49,57 +48,10 @@ def test_tasks_equal_gsm8k_cot(repository):
     assert {f["name"]: f["filter"] for f in ours["filter_list"]} == filters
 
 
-def _rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def test_documents_of_every_shape(tmp_path):
-    qa = _rows(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}])
-    assert list(load_documents(qa)) == ["Q: 1 + 1?\nA: 1+1=2. The answer is 2."]
-    text = _rows(tmp_path / "b.jsonl", [{"text": "one"}, {"text": "two"}])
-    assert list(load_documents(text)) == ["one", "two"]
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    messages = _rows(tmp_path / "c.jsonl", [{"messages": chat}])
-    assert list(load_documents(messages)) == ["Q: hi\nA: ho"]
-    first = list(load_documents("embedded", seed=1, limit=20))
-    assert first == list(load_documents("embedded", seed=1, limit=20))
+def test_generated_documents_are_a_function_of_their_seed():
+    first = list(itertools.islice(embedded_documents(1), 20))
+    assert first == list(itertools.islice(embedded_documents(1), 20))
     assert all(d.startswith("Q: ") and d.endswith(".") for d in first)
-
-
-def test_parquet(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).to_parquet(str(path))
-    assert list(load_documents(str(path))) == ["one", "two"]
-
-
-def test_bad_documents(tmp_path):
-    with pytest.raises(LoopedError, match=r"line 1, needs the columns .*; it has body, title: "):
-        list(load_documents(_rows(tmp_path / "a.jsonl", [{"title": "x", "body": "y"}])))
-    with pytest.raises(LoopedError, match="there is no data file"):
-        list(load_documents(str(tmp_path / "absent.jsonl")))
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
-    with pytest.raises(LoopedError, match="line 2, is not JSON"):
-        list(load_documents(str(tmp_path / "broken.jsonl")))
-    with pytest.raises(LoopedError, match="role and content"):
-        list(load_documents(_rows(tmp_path / "m.jsonl", [{"messages": [{"role": "user"}]}])))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(LoopedError, match="holds no file that ends in"):
-        list(load_documents(str(tmp_path / "empty")))
-
-
-def test_hub_name_without_network_is_one_sentence(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def offline(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the Hub\nretry later")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(LoopedError, match="cannot load the data set 'some/data'") as caught:
-        list(load_documents("some/data"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from looped.data import read_packed
+from looped.data.packed import read_packed
 from looped.data.sources import read_texts
 from looped.data.texts import TextConfig, build_texts, find_words
 from looped.errors import LoopedError

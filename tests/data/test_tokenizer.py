@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from looped.data import tokenizer as module
-from looped.data.documents import embedded_documents
+from looped.data.embedded import embedded_documents
 from looped.data.encoding import Encoder
 from looped.data.exemplars import prefix
 from looped.data.make import main

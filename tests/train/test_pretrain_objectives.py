@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from looped.data import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
+from looped.data.packing import ANSWER_NUMBER, ANSWER_SIDE, DIRECT
 from looped.kv import get_layout
 from looped.model import LoopedLM
 from looped.options import parse
