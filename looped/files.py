@@ -45,9 +45,14 @@ def find(path: str | Path, kind: str) -> Path:
     raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")
 
 
+def existing(path: Path) -> Path:
+    """The nearest of `path` and the folders above it that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def check_folder(folder: Path) -> None:
     """Raise LoopedError where `folder` is not, and cannot become, a folder to write in: before work goes into it."""
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    above = existing(folder)
     if not above.is_dir():
         raise LoopedError(f"{above} is a file; give a folder")
     if not os.access(above, os.W_OK):

@@ -59,7 +59,7 @@ def time_of(run: Callable[[], object], device: torch.device, repeats: int = 9) -
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Bytes a second of a large read or copy, whichever is faster, and FLOPs a second of a square matmul."""
-    found = Ceilings(_bandwidth(device), _peak(device, dtype))
+    found = Ceilings(_bandwidth(device), product_flops(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
@@ -75,7 +75,8 @@ def _bandwidth(device: torch.device) -> float:
     return max(copy, num_bytes / time_of(lambda: source.sum(), device))
 
 
-def _peak(device: torch.device, dtype: torch.dtype) -> float:
+def product_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second of a product of square matrices."""
     side = _GPU_SIDE if device.type == "cuda" else _CPU_SIDE
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / time_of(lambda: a @ b, device)

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ from looped.train.distill_keep import Keeper, NotFiniteError, Unfinished
 from looped.train.distill_speed import Meter
 from looped.train.feed import Feed
 from looped.train.student import Student
+from looped.train.trainer import bare_trainer
 
 _NOTE_EVERY = 20
 _HIDDEN_STEPS, _HIDDEN_BATCH, _HIDDEN_DECAY = 600, 1024, 0.05
@@ -171,38 +170,23 @@ def prepare(students: list[Student], features: Features) -> None:
 def _fit(
     module: Distillation, data: IterableDataset[Features], extra: list[Any], name: str, meter: Meter | None = None
 ) -> None:
-    _quiet()
     module.train()
     device = next(module.parameters()).device
     left = module.steps - module.first_step
     at_once = LBFGS_AT_ONCE if module.lbfgs else 1
     with progress(left * at_once, name) as bar:
-        trainer = lightning.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=[device.index or 0] if device.type == "cuda" else 1,
+        trainer = bare_trainer(
+            device,
+            [_Bar(bar, at_once, meter), *extra],
             precision="32-true",
             max_steps=left,
             max_epochs=-1,
-            logger=False,
-            callbacks=[_Bar(bar, at_once, meter), *extra],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
         )
         try:
             trainer.fit(module, DataLoader(data, batch_size=None, num_workers=0))
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
     module.to(device).eval()  # Lightning leaves it on the CPU
-
-
-def _quiet() -> None:
-    """Lightning's advice is for other set-ups: features are made in this process, and there is no validation loop."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*not have many workers.*", ".*GPU available but.*", ".*`IterableDataset`.*", ".*treespec.*"):
-        warnings.filterwarnings("ignore", text)
 
 
 class _Bar(callbacks.Callback):

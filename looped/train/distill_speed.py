@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from looped.analysis.device import product_flops, wait
 from looped.config import ModelConfig
 from looped.train.peak import peak_flops
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _WARM_STEPS = 2
 _MOST_STEPS, _MOST_SECONDS = 10, 30.0
-_SIDE = 8192
-_PRODUCTS = 20
 
 
 def teacher_flops(config: ModelConfig, cuts: tuple[int, ...], readings: int) -> float:
@@ -44,7 +43,6 @@ class Meter:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.tokens, self.flops, self.since = 0, 0.0, time.monotonic()
-        self.peak: float | None = None
 
     def count(self, tokens: int, cuts: tuple[int, ...], readings: int) -> None:
         """A batch of `tokens` in stretches, with padding, that end at `cuts`, and `readings` of the head."""
@@ -56,10 +54,8 @@ class Meter:
         seconds = time.monotonic() - self.since
         parts = [f"{self.tokens / seconds:,.0f} tok/s"] if self.tokens else []
         if self.device.type == "cuda" and self.tokens:
-            if self.peak is None:
-                self.peak = peak_flops(self.device)[0]
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
-            parts += [f"MFU {self.flops / seconds / self.peak:.0%}", f"{memory:.0f} GiB"]
+            parts += [f"MFU {self.flops / seconds / peak_flops(self.device)[0]:.0%}", f"{memory:.0f} GiB"]
         self.tokens, self.flops, self.since = 0, 0.0, time.monotonic()
         return ", ".join(parts)
 
@@ -117,7 +113,7 @@ def measure(teaching: Teaching, documents: Documents) -> Speed:
     counted = steps - _WARM_STEPS
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     peak, peak_is = peak_flops(device)
-    product = product_flops(device) if device.type == "cuda" else peak
+    product = product_flops(device, torch.bfloat16) if device.type == "cuda" else peak
     return Speed(
         steps=counted,
         batch_places=places // counted,
@@ -137,20 +133,8 @@ def measure(teaching: Teaching, documents: Documents) -> Speed:
     )
 
 
-def product_flops(device: torch.device) -> float:
-    """FLOP/s of a square bfloat16 product on a GPU, now."""
-    a, b = (torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    begun = _now(device)
-    for _ in range(_PRODUCTS):
-        a @ b
-    return _PRODUCTS * 2.0 * _SIDE**3 / (_now(device) - begun)
-
-
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter()
 
 

@@ -53,24 +53,12 @@ def run(options: Options) -> int:
 
 def load_teacher(options: Options) -> LoopedLM:
     """The frozen teacher."""
-    import torch
+    from looped.analysis.chosen import choose_model
 
-    from looped.model import load
-
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        gpu = torch.device(device).type == "cuda"
-    except RuntimeError:
-        raise LoopedError(f"--device {device!r} is no device; use cpu, or cuda") from None
-    if gpu and not torch.cuda.is_available():
-        raise LoopedError(f"--device {device}: torch sees no GPU here; use --device cpu")
-    dtype = options.dtype if options.dtype != "auto" else "bfloat16" if gpu else "float32"
+    dtype = None if options.dtype == "auto" else options.dtype
     if options.teacher.startswith(RANDOM):
-        from looped.analysis.shapes import random_model, shape
-
-        name = options.teacher.removeprefix(RANDOM)
-        return random_model(shape(name), name, device, dtype)
-    return load(options.teacher, device=device, dtype=dtype)
+        return choose_model(None, options.teacher.removeprefix(RANDOM), options.device, dtype)
+    return choose_model(options.teacher, None, options.device, dtype)
 
 
 def measure(options: Options) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from looped.errors import LoopedError
-from looped.files import write_text
+from looped.files import check_folder, read_object, write_text
 
 PLAN, STATE = "unfinished.json", "unfinished.safetensors"
 REPORT = "report.json"
@@ -27,16 +26,12 @@ def check_output(folder: Path | None, resume: bool, overwrite: bool, options: An
     dataclass."""
     if folder is None:
         raise LoopedError("--output is missing: give a folder for the gate checkpoint")
-    if folder.exists() and not folder.is_dir():
-        raise LoopedError(f"{folder} is a file; give a folder for the gate checkpoint")
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(above, os.W_OK):
-        raise LoopedError(f"cannot write in {above}; give another folder for the gate checkpoint")
+    check_folder(folder)
     plan = folder / PLAN
     if resume:
         if not plan.is_file() or not (folder / STATE).is_file():
             raise LoopedError(f"{folder} holds no unfinished run to resume; leave --resume out to start one there")
-        _check_same(_read_plan(plan), _plain(options))
+        _check_same(read_object(plan), _plain(options))
         return folder
     if folder.is_dir() and any(folder.iterdir()):
         if not (plan.is_file() or any(folder.glob("gate.json")) or any(folder.glob("*/gate.json"))):
@@ -89,14 +84,6 @@ def rounded(value: Any) -> Any:
 def _plain(options: Any) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(options), default=str))
     return {name: value for name, value in plain.items() if name not in _FREE}
-
-
-def _read_plan(path: Path) -> dict[str, Any]:
-    try:
-        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoopedError(f"{path} is damaged ({error}); start again with --overwrite") from error
-    return plan
 
 
 def _check_same(old: dict[str, Any], new: dict[str, Any]) -> None:

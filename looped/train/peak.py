@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from looped.analysis.device import time_of
+from looped.analysis.device import product_flops
 
 # Dense bfloat16 FLOP/s by what the driver calls the card; the first name that it contains counts.
 PEAKS = (
@@ -13,9 +15,9 @@ PEAKS = (
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("A40", 150e12), ("A10G", 70e12), ("A10", 125e12),
     ("RTX 5090", 209e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12), ("MI300X", 1307e12), ("MI250X", 383e12),
 )  # fmt: skip
-_SIDE = {"cuda": 8192, "cpu": 768}
 
 
+@functools.cache
 def peak_flops(device: torch.device) -> tuple[float, str]:
     """FLOP/s of one device in the precision that it trains in, and where the number comes from."""
     if device.type == "cuda":
@@ -23,7 +25,5 @@ def peak_flops(device: torch.device) -> tuple[float, str]:
         for part, flops in PEAKS:
             if part in name:
                 return flops, f"peak of {part}"
-    side = _SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.full((side, side), value, device=device, dtype=dtype) for value in (0.5, 0.25))
-    return 2.0 * side**3 / time_of(lambda: a @ b, device, repeats=5), f"measured product of {side} x {side} matrices"
+    return product_flops(device, dtype), "measured product of square matrices"

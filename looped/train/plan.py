@@ -17,7 +17,7 @@ from looped.data.rows import find_files
 from looped.data.sources import read_texts
 from looped.data.texts import find_words
 from looped.errors import LoopedError
-from looped.files import check_folder
+from looped.files import check_folder, existing
 from looped.model import LoopedLM
 from looped.model.loading import find_checkpoint, read_config
 from looped.train.begin import data_of
@@ -196,8 +196,7 @@ def _ask_hub(name: str) -> None:
 def _disk(options: Options, needed: int) -> list[str]:
     """A remark where the output's disk has no room for the checkpoints."""
     assert options.output is not None
-    above = next(place for place in (options.output, *options.output.absolute().parents) if place.exists())
-    free = shutil.disk_usage(above).free
+    free = shutil.disk_usage(existing(options.output)).free
     if free >= needed:
         return [f"output: {options.output} can be written, {free / 1e9:.0f} GB free of {needed / 1e9:.1f} GB needed"]
     return [f"output: {options.output} has {free / 1e9:.1f} GB free, checkpoints need {needed / 1e9:.1f} GB"]

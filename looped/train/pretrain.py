@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +89,6 @@ def train(options: Options, folder: Path, corpus: Any, begun: float, start: Any 
     from looped.train.schedule import Clock
     from looped.train.watch import Stop, Watch
 
-    _quiet()
     device = resolve_device(options)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
@@ -126,28 +123,22 @@ def train(options: Options, folder: Path, corpus: Any, begun: float, start: Any 
 
 def new_trainer(options: Options, device: Any, folder: Path, watch: Any) -> Any:
     """Lightning's trainer for these devices: it starts the processes, and this module's own callback does the rest."""
-    import lightning
-
     from looped.train.strategy import Replicated, Sharded
+    from looped.train.trainer import bare_trainer
 
     strategy: Any = "auto"
     if options.devices * options.nodes > 1:
         kind = Sharded if options.strategy == "fsdp" else Replicated
         strategy = kind(process_group_backend="nccl" if device.type == "cuda" else "gloo")
-    return lightning.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
+    return bare_trainer(
+        device,
+        [watch],
         devices=options.devices,
         num_nodes=options.nodes,
         strategy=strategy,
         precision=_precision(options, device.type),
         max_epochs=1,
         max_steps=-1,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         default_root_dir=folder,
     )
 
@@ -226,15 +217,6 @@ def _deterministic() -> None:
     # what has no such version is a figure of the log at most; torch warns of it
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
-
-
-def _quiet() -> None:
-    """Lightning's advice is for other set-ups: the loader yields tickets, there is no validation loop."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    unwanted = (".*does not have many workers.*", ".*`IterableDataset` has `__len__`.*", ".*mid-epoch.*")
-    for text in (*unwanted, ".*LeafSpec.* is deprecated.*"):
-        warnings.filterwarnings("ignore", text)
 
 
 def _announce(options: Options, model: Any, corpus: Any, device: Any, clock: Any) -> None:

@@ -178,7 +178,7 @@ def test_json_is_the_last_line(cli: Callable[..., Any], teacher: Path, tmp_path:
         (("--threshold-target", "1.5"), "between 0 and 1"),
         (("--context-thresholds", "0.9,0.1"), "two numbers in order"),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
-        (("--device", "abacus"), "no device"),
+        (("--device", "abacus"), "unknown device"),
         (("--resume",), "no unfinished run"),
     ],
 )
