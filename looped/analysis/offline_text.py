@@ -33,8 +33,8 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _percent(value: float | None, digits: int = 0) -> str:
-    return "" if value is None else f"{value:.{digits}%}"
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _steady(result: OfflineResult) -> list[str]:

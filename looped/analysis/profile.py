@@ -21,9 +21,9 @@ BUSY = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def profile(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], path: Path, steps: int = STEPS
+    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], path: Path
 ) -> float | None:
-    """Write a chrome trace of `steps` steps, once 2 W requests (of a short list: half of it) have ended; the rest of
+    """Write a chrome trace of STEPS steps, once 2 W requests (of a short list: half of it) have ended; the rest of
     the list is dropped. Returns the share of the time between the first kernel and the last in which no kernel and no
     copy ran; None on a CPU."""
     keys = queue(engine, prompts, params)
@@ -36,7 +36,7 @@ def profile(
     kind = torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU
     wait(device)
     with torch.profiler.profile(activities=[kind]) as seen:
-        for _ in range(steps):
+        for _ in range(STEPS):
             engine.step()
         wait(device)
     for key in keys:

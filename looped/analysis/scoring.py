@@ -20,6 +20,9 @@ from looped.kv import get_layout
 from looped.model import LoopedLM
 from looped.progress import progress
 
+# Word problems that thresholds are taken from.
+_TEXTS = 16
+
 
 class Cell(NamedTuple):
     """A setting to score, and the gate's name in the report."""
@@ -72,13 +75,13 @@ def _around(threshold: float) -> list[float]:
 
 
 @torch.inference_mode()
-def convergence_thresholds(model: LoopedLM, num_texts: int = 16) -> list[float]:
+def convergence_thresholds(model: LoopedLM) -> list[float]:
     """Thresholds of the convergence criterion: the lower quartile and the median of its values on word problems."""
     from looped.data.evalsets import eval_problems
 
     assert model.tokenizer is not None
     values = []
-    for problem in itertools.islice(eval_problems("trained", "convergence"), num_texts):
+    for problem in itertools.islice(eval_problems("trained", "convergence"), _TEXTS):
         zs = model.states(torch.tensor([model.tokenizer.encode(problem.document())], device=model.device))
         for before, after in itertools.pairwise(zs[:-1]):
             values.append(((after - before).norm(dim=-1) / after.norm(dim=-1)).flatten())

@@ -11,6 +11,7 @@ from looped.errors import LoopedError, unknown
 if TYPE_CHECKING:
     from looped.model import LoopedLM
 
+_SEED = 0
 _OURO = ModelConfig(
     family="ouro",
     vocab_size=49_152,
@@ -89,7 +90,7 @@ def with_context(config: ModelConfig, max_len: int | None) -> ModelConfig:
     return replace(config, max_positions=max_len)
 
 
-def random_model(config: ModelConfig, name: str, device: str | None, dtype: str, seed: int = 0) -> LoopedLM:
+def random_model(config: ModelConfig, name: str, device: str | None, dtype: str) -> LoopedLM:
     """A model of `config` with normal weights, made on the device. Raises `LoopedError` where it does not fit."""
     import torch
 
@@ -105,7 +106,7 @@ def random_model(config: ModelConfig, name: str, device: str | None, dtype: str,
         raise LoopedError(f"the weights of {name} do not fit into the memory of {target}") from error
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
-    generator = torch.Generator(device=target).manual_seed(seed)
+    generator = torch.Generator(device=target).manual_seed(_SEED)
     for key, weight in model.named_parameters():
         if "norm" in key:
             weight.data.fill_(1.0)
@@ -113,5 +114,5 @@ def random_model(config: ModelConfig, name: str, device: str | None, dtype: str,
             weight.data.normal_(0.0, WEIGHT_STD, generator=generator)
     model.name = f"random {name}"
     # Of weights that are nobody's, the name and the seed say as much as a hash would, and at once.
-    model._revision = f"random-{seed}"
+    model._revision = f"random-{_SEED}"
     return model

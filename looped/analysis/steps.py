@@ -62,6 +62,7 @@ def threshold_of(model: LoopedLM) -> float:
 def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Distilled, ...]:
     """Train both gates on the frozen model into `folder`/lookahead and `folder`/pre-loop."""
     from looped.train import gate
+    from looped.train.distill_report import CONSTANT
 
     options = gate.Options(
         teacher=name,
@@ -85,7 +86,7 @@ def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Di
             teacher_threshold=report.teacher_threshold,
             teacher_mean_depth=report.teacher_mean_depth,
             agreement=report.agreement,
-            constant_agreement=report.constant_agreement,
+            constant_agreement=report.baselines[CONSTANT].agreement,
             kappa=report.kappa,
             positions=report.positions,
         )

@@ -45,10 +45,10 @@ def eval_problems(name: str, seed: int | str = EVAL_SEED) -> Iterator[Problem]:
             yield problem
 
 
-def eval_items(name: str, count: int = EVAL_SIZE, seed: int | str = EVAL_SEED) -> list[EvalItem]:
+def eval_items(name: str, count: int = EVAL_SIZE) -> list[EvalItem]:
     """The first `count` items of an evaluation set."""
     items = []
-    for problem in eval_problems(name, seed):
+    for problem in eval_problems(name, EVAL_SEED):
         answer = f"{problem.chain} #### {problem.answer}".strip()
         items.append(EvalItem(problem.question, answer, problem.template, problem.steps))
         if len(items) == count:

@@ -18,6 +18,7 @@ from looped.data.wordmath.words import Dice
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_SAMPLES = 200
 ANSWER_SIDE = 1
 """Mask bit: a token after `A:`, up to the final full stop."""
 ANSWER_NUMBER = 2
@@ -71,11 +72,11 @@ class Packer:
         number = len(ids) - 1 - doc.answer_digits  # the last token is the full stop
         return [0] * start + [side] * (number - start) + [side | ANSWER_NUMBER] * doc.answer_digits + [side]
 
-    def mean_tokens(self, sources: Sources, samples: int = 200) -> dict[str, float]:
+    def mean_tokens(self, sources: Sources) -> dict[str, float]:
         """Mean tokens of a document with its terminator, by source, from a fixed sample."""
         result = {}
         for name, stream in streams(self.config, sources, Dice("mean lengths")).items():
-            lengths = [len(e.ids) + 1 for e in self.encode(itertools.islice(stream, samples))]
+            lengths = [len(e.ids) + 1 for e in self.encode(itertools.islice(stream, _SAMPLES))]
             result[name] = sum(lengths) / len(lengths)
         return result
 

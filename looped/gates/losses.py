@@ -57,13 +57,13 @@ def cumulative_logits(logits: Tensor) -> Tensor:
     return log_cumulative - log_survival
 
 
-def cdf_match(logits: Tensor, hazards: Tensor, grid: tuple[float, ...] = CDF_GRID) -> Tensor:
+def cdf_match(logits: Tensor, hazards: Tensor) -> Tensor:
     """Whether both have left by each depth at each threshold of a grid: logits and hazards [..., N] to [...].
 
     Mean over depths d and thresholds q of BCE(s (logit C_student(d) - logit q), [C_teacher(d) >= q]): the exits at all
     thresholds at once, so the dial of the teacher is learnt and not its probabilities.
     """
-    thresholds = torch.tensor(grid, device=logits.device, dtype=logits.dtype)
+    thresholds = torch.tensor(CDF_GRID, device=logits.device, dtype=logits.dtype)
     teacher = 1 - torch.cumprod(1 - hazards, -1)
     wanted = (teacher[..., None] >= thresholds).to(logits.dtype)
     sharp = _SHARPNESS * (cumulative_logits(logits)[..., None] - torch.logit(thresholds))

@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 
 class Bounded(NamedTuple):
-    """A threshold that keeps a bound: what its losses were on held-out units, how many, and the last p-value."""
+    """A threshold that keeps a bound, and the p-value of the test that it passed."""
 
     threshold: float
-    risk: float
-    units: int
     p_value: float
 
 
@@ -64,5 +62,5 @@ def bounded_threshold(
         p_value = hoeffding_bentkus(mean, num, bound)
         if p_value > 1 - confidence:
             break
-        accepted = Bounded(threshold, mean, num, p_value)
+        accepted = Bounded(threshold, p_value)
     return accepted

@@ -36,7 +36,7 @@ class DenseCache:
         config = model.config
         self.layout, self.core = layout, config.core_layers
         shape = (num_rows, num_slots, config.num_kv_heads, config.head_dim)
-        self._shape, self._like = shape, model.embed.weight
+        self._shape = shape
         self._planes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         slots = torch.arange(num_slots, device=pads.device)
         self._real = slots >= pads[:, None]

@@ -60,19 +60,16 @@ def take(documents: Iterator[Document], num_tokens: int) -> list[Document]:
     return taken
 
 
-def batches(
-    documents: Iterable[Document], batch_tokens: int, seed: int = 0, width: int | None = None
-) -> Iterator[Batch]:
-    """Batches of at most `batch_tokens` places (one row, if that is wider), in an order that `seed` decides.
+def batches(documents: Iterable[Document], batch_tokens: int, width: int | None = None) -> Iterator[Batch]:
+    """Batches of at most `batch_tokens` places (one row, if that is wider).
 
     Documents are padded to those of like length, or packed into rows of `width`.
     """
     stream, shape = iter(documents), Shape(batch_tokens, width)
-    for pool in range(1 << 30):
-        taken = take(stream, shape.pool_tokens)
-        if not taken:
-            return
-        yield from in_batches(taken, shape, f"{seed}/{pool}")
+    pool = 0
+    while taken := take(stream, shape.pool_tokens):
+        yield from in_batches(taken, shape, f"0/{pool}")
+        pool += 1
 
 
 def in_batches(pool: Sequence[Document], shape: Shape, salt: str) -> Iterator[Batch]:

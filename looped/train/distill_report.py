@@ -40,7 +40,6 @@ from looped.train.gate_metrics import (
     calibration_error,
     depth_curve,
     judge,
-    mean_at,
     random_exits,
     reliability,
 )
@@ -51,6 +50,8 @@ _CHANGE_POINTS = 8
 _SAFE = 1e-6
 LINEAR = "linear on embedding"
 """The baseline that is trained beside the students."""
+CONSTANT = "constant depth"
+"""The baseline that says the teacher's commonest depth every time."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,12 @@ class GateReport:
     ece_oracle: float | None
     ce: float
     ce_regret: float
-    teacher_ce: float
     full_depth_ce: float
     same_token: float
     underthinking: float
     overthinking: float
     teacher_exits: Exits
     area: float
-    constant_agreement: float
-    previous_agreement: float
-    previous_kappa: float
     baselines: dict[str, Exits]
     prompt: Score | None
     deployed_mean_depth: float
@@ -162,7 +159,7 @@ def _baselines(held: Held, threshold: float, table: TokenTable, trained: Mapping
     """The gates that have to be beaten, those with a dial at the teacher's mean depth."""
     wanted = exit_depths(held.teacher.curve, threshold)
     constant = torch.full_like(wanted, int(torch.bincount(wanted).argmax()))
-    found = {"constant depth": constant, "previous token's depth": held.before.clamp_min(held.floor)}
+    found = {CONSTANT: constant, "previous token's depth": held.before.clamp_min(held.floor)}
     loops = held.right.shape[1]
     change = Curve(held.changes[:, held.floor - 1 : loops - 1].double().cummin(-1).values, held.floor, below=True)
     dials = {"hidden-state change": change}
@@ -223,16 +220,12 @@ def _report(
         ece_oracle=calibration_error(hazards.oracle) if hazards else None,
         ce=judged.ce,
         ce_regret=judged.ce_regret,
-        teacher_ce=mean_at(held.losses, wanted),
         full_depth_ce=float(held.losses[:, -1].double().mean()),
         same_token=judged.same_token,
         underthinking=judged.underthinking,
         overthinking=judged.overthinking,
         teacher_exits=judge(wanted, wanted, held.losses, held.right),
         area=area(points, held.right.shape[1]),
-        constant_agreement=baselines["constant depth"].agreement,
-        previous_agreement=baselines["previous token's depth"].agreement,
-        previous_kappa=baselines["previous token's depth"].kappa,
         baselines=baselines,
         prompt=_prompt(prompt, name, threshold, asked) if prompt is not None and name in prompt.gates else None,
         deployed_mean_depth=depth,

@@ -82,7 +82,7 @@ def _for_bound(gate: Curve, held: Held, wanted: Wanted, bound: float) -> dict[st
 
     shown = bounded_threshold(_careful_first(gate), losses, bound, wanted.confidence)
     threshold = never(gate) if shown is None else shown.threshold
-    units = losses(threshold)[1]
+    lost, units = losses(threshold)
     return {
         "for": f"lost-{wanted.lost}",
         "wanted": bound,
@@ -91,7 +91,7 @@ def _for_bound(gate: Curve, held: Held, wanted: Wanted, bound: float) -> dict[st
         "units": units,
         "shown": shown is not None,
         "threshold": threshold,
-        "lost": losses(threshold)[0],
+        "lost": lost,
         "p_value": None if shown is None else shown.p_value,
         "mean_depth": mean_depth(gate, threshold),
     }

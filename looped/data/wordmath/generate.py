@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from looped.data.wordmath import comparison, fractions, rates, sharing, shopping, stories, unseen
 from looped.data.wordmath.problem import Problem, held_out
-from looped.data.wordmath.registry import HELD_OUT, TRAINED, Template, draw
+from looped.data.wordmath.registry import HELD_OUT, TRAINED, draw
 from looped.data.wordmath.words import Dice
 
 _FILES = (comparison, fractions, rates, sharing, shopping, stories, unseen)  # importing them fills the table
@@ -15,14 +15,12 @@ LONG = frozenset({"inventory", "wallet", "game_points", "number_puzzle", "farm_a
 """Templates of variable length are drawn three times as often, so that every number of steps is well covered."""
 
 
-def word_problems(
-    dice: Dice, evaluation: bool = False, templates: Mapping[str, Template] = TRAINED
-) -> Iterator[Problem]:
-    """Endless problems of the templates; `evaluation` selects the held-out part of the items, else the rest."""
-    names = [name for name in templates for _ in range(3 if name in LONG else 1)]
+def word_problems(dice: Dice, evaluation: bool = False) -> Iterator[Problem]:
+    """Endless problems of the templates that training sees; `evaluation` selects the held-out part of the items."""
+    names = [name for name in TRAINED for _ in range(3 if name in LONG else 1)]
     while True:
         name = dice.choice(names)
-        problem = draw(name, templates[name], dice)
+        problem = draw(name, TRAINED[name], dice)
         if held_out(problem.key) == evaluation:
             yield problem
 

@@ -122,7 +122,6 @@ def make_scratch(
     num_sms: int,
     split_keys: int = SPLIT_KEYS,
     max_splits: int = MAX_SPLITS,
-    programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> Scratch:
     """Scratch for rows at `positions_N` over a pool's layer `kv` [rows, 2, G, K], with its list filled on the device.
 
@@ -142,7 +141,7 @@ def make_scratch(
         num_splits,
         split_keys,
         max_splits,
-        min(num_sms * programs_per_sm, num_rows * kv_heads * num_splits),
+        min(num_sms * PROGRAMS_PER_SM, num_rows * kv_heads * num_splits),
     )
     _list[(1,)](
         scratch.items, scratch.num_items, positions_N, num_rows, num_splits,
