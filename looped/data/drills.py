@@ -95,7 +95,7 @@ def chain_times(d: Dice, c: Chain) -> Draft:
     return Draft(f"Mod 10, from left to right: {expression}. What is the result?", expression, value, k)
 
 
-def _assignments(d: Dice, count: int) -> tuple[list[str], str, int]:
+def assignments(d: Dice, count: int) -> tuple[list[str], str, int]:
     """`a = 4`, `b = a + 3`, ... with every value in 0..9. Returns the lines, the last name and its value."""
     names = d.sample("abcdefghkmnpqrstuvwxyz", count)
     value = d.n(0, 9)
@@ -111,7 +111,7 @@ def _assignments(d: Dice, count: int) -> tuple[list[str], str, int]:
 @drill(weight=4, single=True)
 def variables(d: Dice, c: Chain) -> Draft:
     k = d.n(1, 5)
-    lines, name, value = _assignments(d, k + 1)
+    lines, name, value = assignments(d, k + 1)
     text = ", ".join(lines)
     return Draft(d.pick(f"{text}. What is {name}?", f"Let {text}. {name} = ?"), text, value, k)
 
@@ -120,7 +120,7 @@ def variables(d: Dice, c: Chain) -> Draft:
 def variables_shuffled(d: Dice, c: Chain) -> Draft:
     """The same assignments in random order: each needs one more look-up before it can be used."""
     k = d.n(1, 4)
-    lines, name, value = _assignments(d, k + 1)
+    lines, name, value = assignments(d, k + 1)
     d.random.shuffle(lines)
     text = ", ".join(lines)
     return Draft(d.pick(f"{text}. What is {name}?", f"Let {text}. {name} = ?"), text, value, k)
@@ -307,11 +307,13 @@ def variables_steps(d: Dice, c: Chain) -> Draft:
     return Draft(f"Step by step: {text}. What is {names[-1]}?", f"steps {text}", value, k)
 
 
-def draw_drill(name: str, dice: Dice) -> Problem:
+def draw_drill(name: str, dice: Dice, drill: Drill | None = None) -> Problem:
+    """A problem of a drill: of the one of this name unless another is given."""
+    function = drill or DRILLS[name]
     while True:
         chain = Chain()
         try:
-            draft = DRILLS[name](dice, chain)
+            draft = function(dice, chain)
         except Redraw:
             continue
         return Problem(draft.question, chain.text(), draft.answer, name, draft.steps, f"{name} {draft.expression}")

@@ -12,14 +12,16 @@ from typing import Literal, NamedTuple
 
 from looped.data.drills import drill_problems
 from looped.data.gsm8k import gsm8k_train
+from looped.data.long_drills import long_problems
 from looped.data.wordmath.generate import word_problems
 from looped.data.wordmath.problem import held_out
 from looped.data.wordmath.words import Dice
 from looped.errors import LoopedError
+from looped.options import option
 
-WORDS, DRILLS, GSM8K, TEXT = "words", "drills", "gsm8k", "text"
-SOURCES = (WORDS, DRILLS, GSM8K, TEXT)
-GENERATED = frozenset({WORDS, DRILLS})
+WORDS, DRILLS, GSM8K, TEXT, LONG = "words", "drills", "gsm8k", "text", "long"
+SOURCES = (WORDS, DRILLS, GSM8K, TEXT, LONG)
+GENERATED = frozenset({WORDS, DRILLS, LONG})
 REPOSITORY = "repository"
 TEXT_PIECE = 1500
 """Characters of one plain-text document, cut at paragraph ends."""
@@ -29,10 +31,11 @@ TEXT_PIECE = 1500
 class Mix:
     """Share of the tokens by source. A source without data (no path given) leaves its share to the word problems."""
 
-    words: float = 0.68
-    drills: float = 0.22
-    gsm8k: float = 0.06
-    text: float = 0.04
+    words: float = option(0.68, "share of word problems with a written chain")
+    drills: float = option(0.22, "share of arithmetic drills, half of them answered directly")
+    gsm8k: float = option(0.06, "share of GSM8K train")
+    text: float = option(0.04, "share of plain text")
+    long: float = option(0.0, "share of drills with many dependent steps, answered directly")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,8 @@ def streams(config: DataConfig, sources: Sources, dice: Dice) -> dict[str, Itera
         result[DRILLS] = (
             Doc(p.document(), DRILLS, len(str(p.answer)), not p.chain) for p in drill_problems(dice, evaluation)
         )
+    if config.mix.long > 0:
+        result[LONG] = (Doc(p.document(), LONG, len(str(p.answer)), True) for p in long_problems(dice, evaluation))
     if config.mix.gsm8k > 0 and sources.gsm8k:
         result[GSM8K] = (Doc(*_shown(dice.choice(sources.gsm8k))) for _ in itertools.count())
     if config.mix.text > 0 and sources.text:

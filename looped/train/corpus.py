@@ -62,6 +62,7 @@ def _generate(data: Data) -> list[Path]:
         seq_len=data.window,
         gsm8k=None if data.gsm8k is None else str(data.gsm8k),
         text=data.text,
+        mix=data.mix,
     )
     assert data.folder is not None
     tokens = min(data.tokens, HELD_OUT_TOKENS)

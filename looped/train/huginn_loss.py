@@ -36,16 +36,17 @@ class HuginnLoss:
 
     def __call__(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss:
         options = self.options
+        least = min(options.least, self.num_loops)
         dice = torch.Generator().manual_seed(moment.seed)
-        steps = sample_loops(options.sampling, options.mean, options.sigma, self.num_loops, dice)
+        steps = max(sample_loops(options.sampling, options.mean, options.sigma, self.num_loops, dice), least)
         under_layout = moment.progress >= options.kv_from and float(torch.rand((), generator=dice)) < options.kv_share
         setting, depths = self._setting(batch, steps, under_layout, dice)
         state = initial_state(model, batch.inputs, moment.seed)
         free = max(0, steps - options.backprop) if options.backprop else 0
         rollout = roll(model, batch.inputs, steps, setting, lambda: fixed(depths), state, free)
         shallow = 0
-        if options.shallow_weight and steps > 1:
-            shallow = int(torch.randint(1, steps, (), generator=dice))
+        if options.shallow_weight and steps > least:
+            shallow = int(torch.randint(least, steps, (), generator=dice))
         positions = torch.arange(batch.inputs.shape[-1], device=batch.inputs.device)
         losses = self._loss(model, rollout.states[-1], positions, batch)
         total = self._mean(losses, batch)
@@ -75,7 +76,7 @@ class HuginnLoss:
         return setting, ranks.mine(drawn).to(inputs.device)
 
     def _mean(self, losses: Tensor, batch: Batch) -> Tensor:
-        return weighted_mean(losses, batch.answer, self.options.question_weight)
+        return weighted_mean(losses, batch, self.options)
 
     def _loss(self, model: LoopedLM, h: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         return self.token_loss(model.coda(h, positions, dense_causal), batch.targets)

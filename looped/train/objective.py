@@ -11,6 +11,7 @@ from torch import Tensor
 
 from looped.model import LoopedLM
 from looped.train import ranks
+from looped.train.recipe import TokenWeights
 from looped.train.windows import Batch
 
 
@@ -36,15 +37,18 @@ class TrainingLoss(Protocol):
     def __call__(self, model: LoopedLM, batch: Batch, moment: Moment) -> Loss: ...
 
 
-def token_weights(mask: Tensor, other: float) -> Tensor:
-    """Weights [B, T] of the tokens in a mean: 1 where mask holds and `other` elsewhere, over their sum.
+def token_weights(batch: Batch, options: TokenWeights) -> Tensor:
+    """Weights [B, T] of a batch's tokens in a mean, which sum to 1: of questions, of answers, of answers' final digits.
 
     Over several processes, the mean of the weighted sums is the mean over all their tokens.
     """
-    weights = torch.where(mask, 1.0, other)
+    weights = torch.where(batch.answer, 1.0, options.question_weight)
+    if options.number_weight != 1.0:
+        weights = torch.where(batch.number, options.number_weight, weights)
     return weights / ranks.mean(weights.sum())
 
 
-def weighted_mean(values: Tensor, mask: Tensor, other: float) -> Tensor:
+def weighted_mean(values: Tensor, batch: Batch, options: TokenWeights) -> Tensor:
     """Mean of values [B, T] with those weights."""
-    return values.mean() if other == 1.0 else (values * token_weights(mask, other)).sum()
+    equal = options.question_weight == options.number_weight == 1.0
+    return values.mean() if equal else (values * token_weights(batch, options)).sum()

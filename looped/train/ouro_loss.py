@@ -77,7 +77,7 @@ class OuroLoss:
         setting = self._setting(batch, generator)
         rollout = roll(model, batch.inputs, self.num_loops, setting, partial(_same, sampled))
         losses = self._loss(model, model.readout(rollout.at_exit()), batch.targets)
-        value = weighted_mean(losses, batch.answer, self.options.question_weight)
+        value = weighted_mean(losses, batch, self.options)
         cost = work(value, loops_trained(setting, self.num_loops), 1)
         return Loss(value, exit_figures(losses, rollout.depths, batch, value) | cost)
 
@@ -93,7 +93,7 @@ class OuroLoss:
         readouts = [model.readout(h) for h in rollout.states]
         value, losses, pi, log = self._over_depths(model, batch, moment, readouts)
         at_exit = losses.gather(-1, rollout.depths[..., None] - 1).squeeze(-1)
-        told = weighted_mean(at_exit.detach(), batch.answer, self.options.question_weight)
+        told = weighted_mean(at_exit.detach(), batch, self.options)
         log = {"loss": value.detach(), **log}
         log |= depth_figures(losses.detach(), pi.detach(), batch, [z.detach() for z in readouts])
         if self.options.kv_share < 1:  # beside dense steps, whose figures have the plain names
@@ -115,7 +115,7 @@ class OuroLoss:
             hazards = torch.cat([exits.gate_hazard(model, model.readout(h)) for h in rollout.states], -1)
             log_probs.append(exits.log_probability(hazards, rollout.depths))
             depths.append(rollout.depths)
-        weights = token_weights(batch.answer, options.question_weight)
+        weights = token_weights(batch, options)
         at_exits = torch.stack(losses)
         mean = (at_exits * weights).sum() / len(losses)
         # windows have no padding: every exit counts but those of prompts, which were not drawn
@@ -137,7 +137,7 @@ class OuroLoss:
         pi = exits.exit_distribution(torch.cat([exits.gate_hazard(model, z) for z in readouts], -1))
         losses = torch.stack([self._loss(model, z, batch.targets) for z in readouts], -1)
         weights = (1 - options.floor) * pi + options.floor / num_loops
-        value = weighted_mean((weights * losses).sum(-1), batch.answer, options.question_weight)
+        value = weighted_mean((weights * losses).sum(-1), batch, options)
         kl = self._kl(pi, batch.answer)
         log = {"kl": kl.detach()}
         beta: Tensor | float = moment.beta

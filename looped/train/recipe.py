@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 from looped.config import ModelConfig
 from looped.data.embedded import EMBEDDED
+from looped.data.mixture import Mix
 from looped.errors import LoopedError
 from looped.kv import get_layout
 from looped.options import option
@@ -50,7 +51,15 @@ Sampling = Literal["fixed", "uniform", "lognormal-poisson"]
 
 
 @dataclass(frozen=True)
-class LayoutAware:
+class TokenWeights:
+    """What tokens weigh in the mean that a loss is."""
+
+    question_weight: float = option(1.0, "loss weight of tokens outside answers")
+    number_weight: float = option(1.0, "loss weight of the digits of final answers; other tokens of answers weigh 1")
+
+
+@dataclass(frozen=True)
+class LayoutAware(TokenWeights):
     """Steps trained on the K/V that tokens leave under a KV layout; what the two families' objectives share."""
 
     kv_prompt: float = option(
@@ -76,7 +85,6 @@ class Objective(LayoutAware):
     kl_tokens: Literal["all", "groups"] = option(
         "all", "tokens the mean runs over: all of them, or answers and the rest as two means that both meet the prior"
     )
-    question_weight: float = option(1.0, "loss weight of tokens outside answers")
     beta: float = option(0.1, "final weight of the KL to the prior")
     beta_schedule: Literal["flat", "cosine", "paper"] = option(
         "flat", "constant after 2 % of the run, one cosine over beta-ramp, or the paper's slow rise in three parts"
@@ -112,8 +120,8 @@ class Recurrence(LayoutAware):
     sampling: Sampling = option("lognormal-poisson", "distribution of steps")
     mean: float = option(5.0, "mean number of steps before cutting to 1..R")
     sigma: float = option(0.5, "spread of the log-normal part")
+    least: int = option(1, "fewest steps a loss is taken after; smaller numbers that are drawn become this one")
     backprop: int = option(0, "steps that get gradients, counted from the last; 0 means all")
-    question_weight: float = option(1.0, "loss weight of tokens outside answers")
     shallow_weight: float = option(0.0, "weight of a second loss, at a smaller number of steps of the same forward")
     kv: str = option("shared", "KV layout the model learns to live with; tokens leave in the later half of the steps")
     kv_share: float = option(0.0, "share of steps trained under that layout")
@@ -158,6 +166,7 @@ class Data:
         ("repository",), "plain-text files beside the generated problems; `repository` is the README, docs and sources"
     )
     seed: int = option(0, "seed of the generator")
+    mix: Mix = field(default_factory=Mix)
 
 
 @dataclass(frozen=True)
@@ -205,11 +214,20 @@ class Options:
 _COUNTS = (
     *("model.width", "model.ffn", "model.heads", "model.loops", "optim.rows", "optim.accumulate", "optim.tokens"),
     *("data.tokens", "data.held_out", "data.window", "log_every", "max_steps", "model.vocab", "devices", "nodes"),
-    *("checkpoint_steps", "keep", "objective.trajectories", "objective.kv_passes", "recurrence.kv_passes"),
+    *(
+        "recurrence.least",
+        "checkpoint_steps",
+        "keep",
+        "objective.trajectories",
+        "objective.kv_passes",
+        "recurrence.kv_passes",
+    ),
 )
 _NOT_NEGATIVE = (
     *("data.workers", "recurrence.backprop", "eval_rows", "accuracy_problems", "optim.lr", "optim.weight_decay"),
     *("optim.clip", "objective.beta", "objective.question_weight", "recurrence.question_weight", "reserve"),
+    *("objective.number_weight", "recurrence.number_weight", "data.mix.words", "data.mix.drills", "data.mix.gsm8k"),
+    *("data.mix.text", "data.mix.long"),
     *("recurrence.mean", "recurrence.sigma", "recurrence.shallow_weight", "checkpoint_seconds", "max_seconds"),
     *("init.embed_std", "init.linear_std", "init.head_std", "optim.total_seconds", "check_rows"),
     *("objective.depth_cost", "objective.depth_budget", "objective.budget_cost", "objective.prior_rate"),
