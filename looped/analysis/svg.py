@@ -16,11 +16,12 @@ class Svg:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self._add("line", kind, x1=x1, y1=y1, x2=x2, y2=y2)
 
-    def path(self, points: Sequence[tuple[float, float]], kind: str) -> None:
-        """An open polyline."""
+    def path(self, points: Sequence[tuple[float, float]], kind: str, *, stroke: str | None = None) -> None:
+        """An open polyline. `stroke` overrides the class's colour."""
         if len(points) > 1:
             steps = " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-            self._parts.append(f'<path class="{kind}" d="M{steps}"/>')
+            style = f' style="stroke:{stroke}"' if stroke else ""
+            self._parts.append(f'<path class="{kind}" d="M{steps}"{style}/>')
 
     def rect(
         self,

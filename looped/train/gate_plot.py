@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from looped.analysis.charts import FIXED_LOOK, LOOKS, Look
-from looped.analysis.style import STYLE
+from looped.analysis.standalone import standalone
 from looped.analysis.svg import Scale, Svg
 from looped.files import write_text
 from looped.train.distill_report import GateReport
 
-_COLOURS = re.compile(r":root \{[^}]*\}|@media \(prefers-color-scheme: dark\) \{\s*:root \{[^}]*\}\s*\}")
-_SHAPES = re.compile(r"text|\.(grid|series|mark|error|axis|bound)")
 _PANEL, _HEIGHT, _LEFT, _GAP, _TOP = 250, 230, 44, 62, 34
 
 
@@ -29,7 +26,6 @@ def plot(reports: Sequence[GateReport], max_loops: int) -> str:
     foot = _TOP + _HEIGHT + 56
     rows = -(-len(reports) // 4)
     svg = Svg(width, foot + 18 * rows + 12, "reliability, dial and cost of exit gates")
-    svg.rect(0, 0, width, svg.height, "page", fill="var(--page)")
     looks = [_look(i) for i in range(len(reports))]
     lefts = [_LEFT + index * (_PANEL + _GAP) for index in range(4)]
     titles = ("the teacher's hazard by predicted", "already the last token, by predicted hazard")
@@ -44,20 +40,13 @@ def plot(reports: Sequence[GateReport], max_loops: int) -> str:
         x, y = lefts[index % 4], foot + 18 * (index // 4)
         svg.mark(x, y - 4, look.shape, f"mark {look.kind}")
         svg.text(x + 12, y, name, "label")
-    head, body = str(svg).split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{_style()}</style>{body}'
+    return standalone(svg)
 
 
 def _look(index: int) -> Look:
     """Colours of the report's charts, each with every shape in turn, so that sixteen gates can be told apart."""
     shape = LOOKS[(index + index // len(LOOKS)) % len(LOOKS)].shape
     return Look(LOOKS[index % len(LOOKS)].kind, shape)
-
-
-def _style() -> str:
-    """Of the report's style sheet, its colours and what is drawn here."""
-    colours: list[str] = _COLOURS.findall(STYLE)
-    return "\n".join([*colours, *(line for line in STYLE.splitlines() if _SHAPES.match(line))])
 
 
 def _axes(svg: Svg, left: float, x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float], form: str = "g") -> None:
