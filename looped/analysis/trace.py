@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from looped.analysis import depths as exit_depths
 from looped.analysis.printed import NUM_STAGES, PRESETS, Preset
 from looped.analysis.simulate import Totals, Workload, simulate, sums
+from looped.columns import aligned
 from looped.errors import LoopedError
 from looped.infer.scheduler import POLICIES, Limits, Stage, TraceRow
 from looped.options import option
@@ -236,15 +237,7 @@ def table(traced: Traced) -> str:
         f"K {limits.min_coda_batch}, R {told['max_loops']}; {traced.num_requests} requests ({told['source']})",
         "",
     ]
-    cells = list(_cells(traced))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        # Words to the left, numbers to the right.
-        aligned = [
-            cell.ljust(width) if column in (1, 3) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(aligned).rstrip())
+    lines += aligned(list(_cells(traced)), left=(1, 3))
     return "\n".join([*lines, "", *_totals_lines(traced)])
 
 

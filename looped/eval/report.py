@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from looped import __version__
+from looped.columns import aligned
 from looped.errors import LoopedError
 from looped.eval.result import EvalResult, Sample, Score
 from looped.files import check_folder, whole
@@ -25,17 +26,8 @@ HEADER = ("task", "kv", "gate", "q / depth", "n", "strict", "flexible", "mean de
 def table(results: Sequence[EvalResult]) -> str:
     """One row for each task and setting; exact match in percent with its standard error."""
     rows = [HEADER, *(_row(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [
-        "  ".join(_aligned(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join(line.rstrip() for line in (lines[0], rule, *lines[1:]))
-
-
-def _aligned(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column < 3 else cell.rjust(width)
+    rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(aligned([rows[0], rule, *rows[1:]], left=range(3)))
 
 
 def _row(result: EvalResult) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from looped.columns import aligned
 from looped.train.distill_report import GateReport
 
 
@@ -17,11 +18,11 @@ def table(reports: Sequence[GateReport], saved: str) -> str:
         "",
     ]
     header = ("gate", "threshold", "depth", "agrees", "kappa", "within 1", "CE", "regret", "same token", "on its own")
-    lines += columns([header, *map(_row, reports)])
+    lines += aligned([header, *map(_row, reports)])
     for floor in dict.fromkeys(report.floor for report in reports):
         lines += ["", *_baselines(next(report for report in reports if report.floor == floor))]
     for report in reports:
-        lines += [f"{report.gate}: {text}" for text in _calibration(report)]
+        lines += [f"{report.gate}: {said(entry)}" for entry in report.calibration]
     return "\n".join([*lines, "", saved])
 
 
@@ -60,11 +61,7 @@ def _baselines(report: GateReport) -> list[str]:
     full = f"at full depth CE is {report.full_depth_ce:.4f}"
     if report.raw_mean_depth != report.teacher_mean_depth:
         full += f"; the teacher as it is has mean depth {report.raw_mean_depth:.3f}"
-    return [*columns([header, *lines]), full]
-
-
-def _calibration(report: GateReport) -> list[str]:
-    return [said(entry) for entry in report.calibration]
+    return [*aligned([header, *lines]), full]
 
 
 def said(entry: dict[str, Any]) -> str:
@@ -83,15 +80,3 @@ def said(entry: dict[str, Any]) -> str:
         f"{entry['threshold']:.4g}, mean depth {entry['mean_depth']:.3f}; {entry['lost']:.4f} on {entry['units']} "
         f"held-out {entry['unit']}s"
     )
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
