@@ -61,10 +61,11 @@ def threshold_of(model: LoopedLM) -> float:
 
 def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Distilled, ...]:
     """Train both gates on the frozen model into `folder`/lookahead and `folder`/pre-loop."""
-    from looped.train import gate
     from looped.train.distill_report import CONSTANT
+    from looped.train.gate_options import Options
+    from looped.train.gate_train import train_gates
 
-    options = gate.Options(
+    options = Options(
         teacher=name,
         gate=("all",),
         output=folder,
@@ -74,7 +75,7 @@ def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Di
         steps=effort.gate_steps,
         eval_tokens=effort.gate_eval_tokens,
     )
-    reports = gate.train_gates(options, folder)
+    reports = train_gates(options, folder)
     trained = [load_gate(folder / report.gate) for report in reports]
     return tuple(
         Distilled(

@@ -27,11 +27,12 @@ from looped.train.batches import Shape
 from looped.train.distill_data import Documents
 from looped.train.distill_speed import Meter
 from looped.train.feed import Feed, Place
+from looped.train.leaving import ExitPolicy
 from looped.train.sequences import Batch
 from looped.train.sights import Sights
 from looped.train.student import Student
 from looped.train.token_table import TokenTable
-from looped.train.walk import ExitPolicy, walk
+from looped.train.walk import walk
 
 _CACHE_BYTES = 1 << 30
 _ADAMW_STEPS = 1000

@@ -20,10 +20,8 @@ from looped.data.rows import Reader, Source, State
 from looped.data.sources import find_source
 from looped.errors import LoopedError
 from looped.model import LoopedLM
-from looped.train.batches import Document, batches, padded, take
+from looped.train.batches import Document, take
 from looped.train.chat import AUTO, Chats
-
-__all__ = ["Corpus", "DataOptions", "Document", "batches", "open_corpus", "padded", "take"]
 
 _HELD_OUT = 0.1
 _HASHES = 1 << 64

@@ -27,8 +27,8 @@ from looped.gates.calibration import (
 from looped.gates.dial import Curve, first_depth
 from looped.gates.losses import fold, hazard_kl, survival_before
 from looped.model import LoopedLM
+from looped.train.batches import Document
 from looped.train.distill import Deployment
-from looped.train.distill_data import Document
 from looped.train.gate_calibrate import Wanted, calibrate
 from looped.train.gate_metrics import (
     Bin,

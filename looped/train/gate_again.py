@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from looped.errors import LoopedError
 from looped.gates.checkpoint import read_card, read_gate, write_card
@@ -12,18 +11,14 @@ from looped.kv import get_layout
 from looped.train.distill import Deployment
 from looped.train.distill_report import GateReport, evaluate
 from looped.train.gate_card import chosen_threshold, metrics_of
+from looped.train.gate_options import Options, wanted
 from looped.train.gate_output import rounded
+from looped.train.gate_setup import load_teacher, make_trial, open_data
 from looped.train.token_table import TokenTable
-
-if TYPE_CHECKING:
-    from looped.train.gate_options import Options
 
 
 def calibrate_again(options: Options) -> GateReport:
     """Score a saved gate under the options and put thresholds and metrics into its `gate.json`."""
-    from looped.train.gate import load_teacher, make_trial
-    from looped.train.gate_options import wanted
-
     folder = options.calibrate
     assert folder is not None
     if options.output is not None or options.resume:
@@ -36,7 +31,7 @@ def calibrate_again(options: Options) -> GateReport:
     if options.prefill == "ragged" and gate.uses_carry:
         raise LoopedError(f"the {gate.name} gate needs the token before, so it cannot run in a ragged prefill")
     deployment = Deployment.of(model, layout, options.prefill == "ragged", options.context_thresholds)
-    trial = make_trial(options, model, deployment)
+    trial = make_trial(options, model, deployment, open_data(options, model))
     report = evaluate(model, {folder.name: gate}, trial, TokenTable(), {})[0]
     changed = dataclasses.replace(
         card,

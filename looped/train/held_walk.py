@@ -16,11 +16,12 @@ from looped.gates.dial import Curve, curve_of, hazards_of
 from looped.gates.trained import relative_change
 from looped.model import LoopedLM
 from looped.progress import progress
+from looped.train.batches import Document, batches
 from looped.train.distill import Deployment
-from looped.train.distill_data import Document, batches
+from looped.train.leaving import ExitPolicy
 from looped.train.sequences import Batch
 from looped.train.sights import Sights, read
-from looped.train.walk import ExitPolicy, walk
+from looped.train.walk import walk
 
 
 class Said(NamedTuple):

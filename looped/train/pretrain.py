@@ -17,8 +17,6 @@ from looped.files import write_text
 from looped.train.folder import SUMMARY, check_run, prepare_folder
 from looped.train.recipe import Options
 
-__all__ = ["Options", "run"]
-
 
 def run(options: Options) -> int:
     """Train, evaluate, export; the last line of output is the summary as JSON. Raises LoopedError."""

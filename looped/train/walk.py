@@ -25,8 +25,6 @@ from looped.train import one_pass
 from looped.train.leaving import Decisions, ExitPolicy, Walk
 from looped.train.sequences import Batch, Packed, Sequences
 
-__all__ = ["ExitPolicy", "Packed", "Sequences", "Walk", "walk"]
-
 _QUERY_BLOCK = 256
 
 

@@ -26,12 +26,15 @@ from looped.model import LoopedLM, load, save
 from looped.model.loading import ASSETS, HUB_IDS
 from looped.options import parse
 from looped.train import distill_fit
+from looped.train.batches import Document, batches, padded
 from looped.train.distill import Deployment, Features, Plan, Teaching
-from looped.train.distill_data import Corpus, Document, batches, padded
-from looped.train.gate import Options, check, run
+from looped.train.distill_data import Corpus
+from looped.train.gate import run
+from looped.train.gate_options import Options, check
+from looped.train.leaving import ExitPolicy
 from looped.train.student_spec import parse_specs
 from looped.train.students import new_students
-from looped.train.walk import ExitPolicy, walk
+from looped.train.walk import walk
 
 QUICK = ("--tokens", 6000, "--eval-tokens", 3000, "--device", "cpu", "--seed", 1)
 

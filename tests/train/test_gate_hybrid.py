@@ -16,12 +16,15 @@ from looped.gates.checkpoint import GateCard, save_gate
 from looped.kv import get_layout
 from looped.model import load
 from looped.options import parse
+from looped.train.batches import Document, batches, padded
 from looped.train.distill import Deployment, Plan, Teaching
-from looped.train.distill_data import Corpus, Document, batches, padded
-from looped.train.gate import Options, check, run
+from looped.train.distill_data import Corpus
+from looped.train.gate import run
+from looped.train.gate_options import Options, check
+from looped.train.leaving import ExitPolicy
 from looped.train.student_spec import parse_specs
 from looped.train.students import HybridStudent, new_students
-from looped.train.walk import ExitPolicy, walk
+from looped.train.walk import walk
 from tests.train.test_gate import make_teacher
 
 QUICK = ("--tokens", 2000, "--eval-tokens", 800, "--device", "cpu", "--seed", 1)

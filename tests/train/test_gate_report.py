@@ -17,7 +17,7 @@ from looped.gates.dial import Curve
 from looped.train import gate_output
 from looped.train.distill import Features, Teaching
 from looped.train.distill_keep import Keeper
-from looped.train.gate import Options, run
+from looped.train.gate import run
 from looped.train.gate_calibrate import Wanted, calibrate
 from looped.train.gate_metrics import (
     area,
@@ -30,6 +30,7 @@ from looped.train.gate_metrics import (
     reliability,
     settled,
 )
+from looped.train.gate_options import Options
 from looped.train.gate_plot import _look
 from looped.train.held_walk import Held, Said
 from looped.train.token_table import TokenTable

@@ -16,13 +16,16 @@ from looped.gates import ConvergenceGate, ForeseenConvergenceGate, Stage2Gate, g
 from looped.gates.losses import improvement_weights
 from looped.kv import get_layout
 from looped.model import load
+from looped.train.batches import Document, batches, padded
 from looped.train.distill import Deployment, Plan, Teaching
-from looped.train.distill_data import Corpus, Document, batches, padded
-from looped.train.gate import Options, run
+from looped.train.distill_data import Corpus
+from looped.train.gate import run
+from looped.train.gate_options import Options
+from looped.train.leaving import ExitPolicy
 from looped.train.sights import Sights
 from looped.train.student_spec import parse_specs
 from looped.train.students import new_students
-from looped.train.walk import ExitPolicy, walk
+from looped.train.walk import walk
 from tests.models import micro_huginn, micro_ouro
 from tests.train.test_gate import make_teacher
 

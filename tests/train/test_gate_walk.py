@@ -15,8 +15,9 @@ from looped.kv import get_layout
 from looped.model import LoopedLM
 from looped.train import varlen
 from looped.train.batches import Document, packed, padded
-from looped.train.sequences import Bounds
-from looped.train.walk import ExitPolicy, Packed, Sequences, Walk, walk
+from looped.train.leaving import ExitPolicy, Walk
+from looped.train.sequences import Bounds, Packed, Sequences
+from looped.train.walk import walk
 
 LAYOUTS = ("depth", "last-exited", "ragged", "shared", "first-shared", "modulo-2", "modulo-3")
 THRESHOLD = 0.55
