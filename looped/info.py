@@ -11,7 +11,7 @@ from looped.progress import last_json
 
 if TYPE_CHECKING:
     from looped.config import ModelConfig
-    from looped.gates.checkpoint import GateCard
+    from looped.gates.card import GateCard
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -60,7 +60,7 @@ def read(options: Options) -> Card:
     """The card of the model that `options` names. Raises LoopedError for what `looped.load` refuses by its config."""
     import torch
 
-    from looped.gates.checkpoint import read_card
+    from looped.gates.card import read_card
     from looped.model.loading import find_checkpoint, read_config
     from looped.model.looped_lm import LoopedLM
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from looped.gates.checkpoint import GateCard, save_gate
+from looped.gates.card import GateCard
+from looped.gates.checkpoint import save_gate
 from looped.model import save
 from tests.conftest import Ran
 from tests.models import micro_huginn, micro_ouro, random_lookahead

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from looped.gates import ForeseenConvergenceGate, HybridGate, LookaheadGate, PreLoopGate, SameStepGate, Stage2Gate
-from looped.gates.hazard import TrainedGate
-from looped.gates.trained import Hidden, StepHeads
+from looped.gates.trained import Hidden, StepHeads, TrainedGate
 from looped.model import LoopedLM
 
 UNITS = 3

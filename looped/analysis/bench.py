@@ -13,7 +13,7 @@ from looped.options import option
 from looped.progress import last_json
 
 if TYPE_CHECKING:
-    from looped.analysis.offline import Setup
+    from looped.analysis.offline_summary import Setup
     from looped.analysis.worklist import WorkList
     from looped.gates import Gate
     from looped.model import LoopedLM
@@ -112,7 +112,7 @@ def prepare(options: OfflineOptions) -> tuple[Setup, list[str]]:
     """The bench's setup, and in words what was chosen for the user. Raises `LoopedError` for a wrong option."""
     from looped.analysis import latency, worklist
     from looped.analysis.chosen import choose_model
-    from looped.analysis.offline import Setup
+    from looped.analysis.offline_summary import Setup
     from looped.infer.options import EngineOptions
 
     latencies = None if options.latencies is None else latency.read(options.latencies)

@@ -12,7 +12,7 @@ from looped.analysis.results import FIXED, Piece, ScoreRow, Scores
 from looped.analysis.svg import Scale, Svg, nice_ceiling
 
 if TYPE_CHECKING:
-    from looped.analysis.offline import OfflineResult
+    from looped.analysis.offline_results import OfflineResult
 
 
 class Look(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from looped.analysis.agreement import check_outputs
 from looped.analysis.device import EnergyMeter
 from looped.analysis.drive import Run, run
-from looped.analysis.offline_results import DecodeOnly, ModeResult, OfflineResult, SteadyResult
+from looped.analysis.offline_results import OfflineResult
 from looped.analysis.offline_summary import Setup, Summary, median_run
 from looped.analysis.profile import profile
 from looped.analysis.room import num_pages
@@ -27,18 +27,6 @@ from looped.infer.engine import Engine
 from looped.infer.options import EngineOptions
 from looped.infer.request import SamplingParams
 from looped.progress import progress
-
-__all__ = [
-    "MODES",
-    "DecodeOnly",
-    "Measured",
-    "ModeResult",
-    "OfflineResult",
-    "Setup",
-    "SteadyResult",
-    "measure",
-    "measure_all",
-]
 
 MODES = ("cb", "no-refill", "refill")
 WARM_UP_TOKENS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from looped.analysis.offline import ModeResult, OfflineResult
+    from looped.analysis.offline_results import ModeResult, OfflineResult
 
 
 def table(result: OfflineResult) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from looped.progress import plain
 
 if TYPE_CHECKING:
-    from looped.analysis.offline import OfflineResult
+    from looped.analysis.offline_results import OfflineResult
 
 NATIVE, FIXED = "native", "fixed depth"
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from looped.analysis import worklist
-from looped.analysis.offline import OfflineResult, Setup, measure
+from looped.analysis.offline import measure
+from looped.analysis.offline_results import OfflineResult
+from looped.analysis.offline_summary import Setup
 from looped.analysis.results import Distilled
 from looped.gates import load_gate, native_gate
 from looped.gates.trained import TrainedGate

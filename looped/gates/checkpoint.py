@@ -158,6 +158,3 @@ def _fits(weight: Tensor, bias: Tensor, hidden: Hidden | None, heads: int, featu
     elif hidden is not None:
         fits = False
     return fits and all(bool(x.isfinite().all()) for x in (weight, bias, *(hidden or ())))
-
-
-__all__ = ["CALIBRATED", "TRAINED", "GateCard", "inputs_of", "read_card", "read_gate", "save_gate", "write_card"]

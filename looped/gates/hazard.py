@@ -16,7 +16,7 @@ from torch import Tensor
 
 from looped.errors import LoopedError
 from looped.gates.protocol import Entry, Gate, Params, State, none_ahead, wide
-from looped.gates.trained import Hidden, StepHeads, TrainedGate, entry_features
+from looped.gates.trained import StepHeads, TrainedGate, entry_features
 from looped.model import LoopedLM
 
 CARRY_INPUTS = ("state", "entropy", "surprisal", "depth")
@@ -188,18 +188,3 @@ def hazard_logits(depth_logits: Tensor) -> Tensor:
     """
     later = depth_logits.flip(-1).logcumsumexp(-1).flip(-1)
     return depth_logits[..., :-1] - later[..., 1:]
-
-
-__all__ = [
-    "CARRY_INPUTS",
-    "Hidden",
-    "LookaheadGate",
-    "OuroGate",
-    "PreLoopGate",
-    "SameStepGate",
-    "Stage2Gate",
-    "StepGate",
-    "TrainedGate",
-    "crosses",
-    "hazard_logits",
-]

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from looped.errors import LoopedError, unknown
-from looped.gates.checkpoint import TRAINED, read_card, read_gate
+from looped.gates.card import read_card
+from looped.gates.checkpoint import TRAINED, read_gate
 from looped.gates.criteria import CRITERIA, ConvergenceGate
 from looped.gates.hazard import OuroGate
 from looped.gates.policies import DelayGate, FixedGate

@@ -6,7 +6,7 @@ from looped.decode import DecodePolicy, check_prompt
 from looped.errors import LoopedError
 from looped.infer.detokenize import Detokenizer
 from looped.infer.options import EngineOptions
-from looped.infer.pages import block_hashes
+from looped.infer.prefix import block_hashes
 from looped.infer.request import Request, SamplingParams
 from looped.infer.runner import Runner
 from looped.infer.sampler import Sampler

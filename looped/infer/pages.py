@@ -28,7 +28,7 @@ from looped.infer.allocator import Ints, Longs, SlotPages
 from looped.infer.offload import SavedKV, load_pages, save_pages
 from looped.infer.planes import plane_ops
 from looped.infer.pool import OuterPool, Pool, Tables
-from looped.infer.prefix import Match, PrefixCache, block_hashes
+from looped.infer.prefix import Match, PrefixCache
 from looped.infer.ragged import RaggedPages
 from looped.infer.sizing import (
     DEFAULT_PAGE_SIZE,
@@ -39,8 +39,6 @@ from looped.infer.sizing import (
     size_pools,
 )
 from looped.kv import KVLayout
-
-__all__ = ["KVMemory", "KVUsage", "OuterPool", "Pool", "SavedKV", "block_hashes", "check_page_size", "stored"]
 
 # Blocks of the prefix cache have at least this many tokens.
 MIN_PREFIX_BLOCK = 16

@@ -21,8 +21,6 @@ from looped.model import ops
 from looped.sampling import Drawn, Lists, Rows, Seen, Table, draw, end_ids, knobs_of, logprobs_of
 from looped.sampling_options import FILTERED, FULL, GREEDY, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
 
-__all__ = ["Drawn", "Sampler"]
-
 
 class Sampler:
     """Draws the tokens of a launch, every row by the parameters in its slot.

@@ -21,13 +21,15 @@ from looped.decode import DecodePolicy
 from looped.gates import Entry
 from looped.infer.backends import Backend, DecodeBatch
 from looped.infer.graphs import Graphs
-from looped.infer.pages import KVMemory, Pool
+from looped.infer.pages import KVMemory
+from looped.infer.pool import Pool
 from looped.infer.rowops import CODA, CORE, IDLE, row_ops
-from looped.infer.sampler import Drawn, Sampler
+from looped.infer.sampler import Sampler
 from looped.infer.state import DeviceState
 from looped.infer.transfer import upload
 from looped.model import LoopedLM
 from looped.model.attention import Attend, dense_causal
+from looped.sampling import Drawn
 from looped.sampling_options import GREEDY
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from looped.errors import LoopedError
-from looped.gates.checkpoint import read_card, read_gate, write_card
+from looped.gates.card import read_card, write_card
+from looped.gates.checkpoint import read_gate
 from looped.gates.protocol import stored_layout
 from looped.kv import get_layout
 from looped.train.distill import Deployment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from looped.analysis.offline import DecodeOnly, ModeResult, OfflineResult
+from looped.analysis.offline_results import DecodeOnly, ModeResult, OfflineResult
 from looped.analysis.results import (
     FIXED,
     NATIVE,

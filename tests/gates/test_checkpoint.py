@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from looped.decode import generate
 from looped.errors import LoopedError
 from looped.gates import get_gate, load_gate
-from looped.gates.checkpoint import GateCard, inputs_of, save_gate
-from looped.gates.hazard import TrainedGate
+from looped.gates.card import GateCard
+from looped.gates.checkpoint import inputs_of, save_gate
+from looped.gates.trained import TrainedGate
 from tests import trained
 from tests.models import micro_ouro, random_lookahead, random_pre_loop
 

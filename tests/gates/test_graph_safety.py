@@ -25,7 +25,7 @@ from looped.gates import (
     ReplayGate,
 )
 from looped.gates.criteria import CRITERIA
-from looped.gates.hazard import Hidden, TrainedGate
+from looped.gates.trained import Hidden, TrainedGate
 from tests import trained
 from tests.models import micro_ouro, random_lookahead, random_pre_loop
 

@@ -13,8 +13,9 @@ import looped
 from looped.decode import generate
 from looped.errors import LoopedError
 from looped.gates import HybridGate, LookaheadGate, PreLoopGate, get_gate, load_gate
-from looped.gates.checkpoint import GateCard, save_gate
-from looped.gates.hazard import Hidden
+from looped.gates.card import GateCard
+from looped.gates.checkpoint import save_gate
+from looped.gates.trained import Hidden
 from looped.model import LoopedLM
 from tests.models import micro_huginn, micro_ouro, random_lookahead, random_pre_loop
 

@@ -17,7 +17,10 @@ import numpy as np
 import torch
 
 from looped.config import ModelConfig
-from looped.infer.pages import KVMemory, Pool, SavedKV, block_hashes, stored
+from looped.infer.offload import SavedKV
+from looped.infer.pages import KVMemory, stored
+from looped.infer.pool import Pool
+from looped.infer.prefix import block_hashes
 from looped.kv import get_layout
 from tests.models import ouro_config
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from looped.infer.pages import block_hashes
+from looped.infer.prefix import block_hashes
 from tests.infer.kv_sim import Sequence, Simulation, make_memory
 
 LAYOUTS = ["ragged", "last-exited", "depth", "shared", "first-shared", "modulo-2"]

@@ -20,7 +20,8 @@ from looped.errors import LoopedError
 from looped.files import shipped
 from looped.gates import LookaheadGate, PreLoopGate, get_gate
 from looped.gates.calibration import GRID
-from looped.gates.checkpoint import GateCard, save_gate
+from looped.gates.card import GateCard
+from looped.gates.checkpoint import save_gate
 from looped.kv import get_layout
 from looped.model import LoopedLM, load, save
 from looped.model.loading import ASSETS, HUB_IDS

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from looped.decode import generate
 from looped.gates import HybridGate, get_gate
 from looped.gates.calibration import GRID
-from looped.gates.checkpoint import GateCard, save_gate
+from looped.gates.card import GateCard
+from looped.gates.checkpoint import save_gate
 from looped.kv import get_layout
 from looped.model import load
 from looped.options import parse

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from looped.infer.pages import Pool
+from looped.infer.pool import Pool
 from looped.infer.transfer import upload
 from looped.model.attention import Attend
 

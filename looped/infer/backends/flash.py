@@ -21,7 +21,7 @@ from torch import Tensor
 
 from looped.errors import LoopedError
 from looped.infer.backends.base import Backend, DecodeBatch, PrefillBatch
-from looped.infer.pages import Pool
+from looped.infer.pool import Pool
 from looped.model.attention import Attend
 
 HALVES = (torch.bfloat16, torch.float16)

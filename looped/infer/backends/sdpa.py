@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from looped.infer.backends.base import DecodeBatch, Piece, PrefillBatch
-from looped.infer.pages import Pool
+from looped.infer.pool import Pool
 from looped.model.attention import Attend
 
 # Bytes of gathered K/V a group may have on a CPU: small enough for its caches, large enough to keep calls few.
