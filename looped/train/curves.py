@@ -74,7 +74,7 @@ def curves(runs: Sequence[RunLog]) -> str:
     columns = [
         column for column in _COLUMNS if any(_points(run, line.key) for run in runs for line in _own(column, run))
     ]
-    width = _LEFT + len(columns) * _PANEL + (len(columns) - 1) * _GAP + 20
+    width = _LEFT + len(columns) * _PANEL + (len(columns) - 1) * _GAP + 36
     svg = Svg(width, _TOP + _ROW * len(runs) + 8, "figures over training")
     for index, column in enumerate(columns):
         left = _LEFT + index * (_PANEL + _GAP)
