@@ -78,7 +78,9 @@ def _bandwidth(device: torch.device) -> float:
 def product_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs a second of a product of square matrices."""
     side = _GPU_SIDE if device.type == "cuda" else _CPU_SIDE
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    # a generator of its own: a run in training must draw the same numbers whether this was measured or not
+    dice = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=dice).to(dtype) for _ in range(2))
     return 2 * side**3 / time_of(lambda: a @ b, device)
 
 
