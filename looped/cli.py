@@ -39,9 +39,9 @@ VERBS = {
     "bench": Verb("looped.analysis.bench", "measure the engine against its bound"),
     "record": Verb("looped.analysis.record", "exits of reference answers at every threshold, to replay in a bench"),
     "trace": Verb("looped.analysis.trace", "a run's schedule, stage by stage, with or without a model"),
-    "train-gate": Verb("looped.train.gate", "distil an exit gate on a frozen model", "train"),
-    "train": Verb("looped.train.pretrain", "train a looped model from a recipe", "train"),
-    "report": Verb("looped.train.run_report", "curves, tables and coloured texts of training runs", "train"),
+    "train-gate": Verb("looped.train.gates.run", "distil an exit gate on a frozen model", "train"),
+    "train": Verb("looped.train.pretrain.run", "train a looped model from a recipe", "train"),
+    "report": Verb("looped.train.pretrain.report", "curves, tables and coloured texts of training runs", "train"),
     "demo": Verb("looped.demo", "the whole loop on tiny models: gates, scores, speed, a report", "serve,eval,train"),
     "info": Verb("looped.info", "a model's card: shape, parameters, bytes per token of every layout, gates"),
 }

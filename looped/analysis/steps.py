@@ -63,9 +63,9 @@ def threshold_of(model: LoopedLM) -> float:
 
 def distil(model: LoopedLM, name: str, folder: Path, effort: Effort) -> tuple[Distilled, ...]:
     """Train both gates on the frozen model into `folder`/lookahead and `folder`/pre-loop."""
-    from looped.train.distill_report import CONSTANT
-    from looped.train.gate_options import Options
-    from looped.train.gate_train import train_gates
+    from looped.train.gates.options import Options
+    from looped.train.gates.report import CONSTANT
+    from looped.train.gates.train import train_gates
 
     options = Options(
         teacher=name,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from looped.kv import get_layout
-from looped.train.rollout import Setting, fixed, roll
-from looped.train.streams import Kernel, TwoStreams
+from looped.train.pretrain.rollout import Setting, fixed, roll
+from looped.train.pretrain.streams import Kernel, TwoStreams
 from tests.models import micro_ouro
 
 pytestmark = pytest.mark.gpu

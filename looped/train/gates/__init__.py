@@ -1,0 +1,1 @@
+"""`looped train-gate`: exit gates distilled on a frozen model, their thresholds and reports."""

@@ -1,0 +1,1 @@
+"""`looped train`: pretraining under several objectives; `looped report`: runs side by side."""
