@@ -9,21 +9,25 @@ import operator
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 
 
 def whole_numbers(**values: object) -> None:
     """Refuse values that are neither whole numbers nor None."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise LoopedError(f"{name} must be a whole number, got {value!r}")
+            raise LoopedError(f"{name} must be a whole number, got {shown(value)}")
 
 
 def numbers(**values: object) -> None:
     """Refuse values that are neither numbers nor None."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise LoopedError(f"{name} must be a number, got {value!r}")
+            raise LoopedError(f"{name} must be a number, got {shown(value)}")
+        try:
+            float(value or 0)
+        except OverflowError:
+            raise LoopedError(f"{name} must be a number that a float can hold, got {shown(value)}") from None
 
 
 def given(**values: object) -> None:
@@ -40,9 +44,4 @@ def token_ids(name: str, values: object) -> list[int]:
             return [operator.index(value) for value in values]
         except TypeError:
             pass
-    raise LoopedError(f"{name} must be a sequence of whole numbers, got {_short(values)}")
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:60] + "…"
+    raise LoopedError(f"{name} must be a sequence of whole numbers, got {shown(values)}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from looped.errors import LoopedError, unknown
+from looped.errors import LoopedError, shown, unknown
 
 NONE_WORDS = ("none", "null")
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -56,12 +56,6 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is dict:
         return f"a list of name=value, each value {describe(get_args(kind)[1])}"
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def shown(value: Any) -> str:
-    """A value as an error message quotes it, cut to one short line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def without_none(kind: Any) -> Any:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from looped import checks
-from looped.errors import LoopedError, unknown
+from looped.errors import LoopedError, shown, unknown
 from looped.gates import Carry, Entry, Gate, Params, get_gate
 from looped.kv import KVLayout, get_layout
 from looped.model import LoopedLM
@@ -116,7 +116,7 @@ def resolve_policy(
     chosen = bound.check_threshold(bound.default_threshold(model.config) if threshold is None else threshold)
     floor = bound.min_depth if min_depth is None else min_depth
     if floor < 1 or (min_depth is not None and min_depth > model.config.max_loops):
-        raise LoopedError(f"min_depth must be between 1 and {model.config.max_loops}, got {floor}")
+        raise LoopedError(f"min_depth must be between 1 and {model.config.max_loops}, got {shown(floor)}")
     schedule = None
     if prefill == "ragged":
         if bound.uses_carry:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -34,20 +34,20 @@ def shipped(path: str | Path) -> Path:
 def find(path: str | Path, kind: str) -> Path:
     """The file `path`, from the working directory or else shipped. Raises LoopedError, with the nearest name there."""
     for candidate in (Path(path), shipped(path)):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False for names that no file can have, where pathlib raises
             return candidate
     folder, suffix = Path(path).parent, Path(path).suffix
-    places = [place for place in (folder, shipped(folder)) if place.is_dir()]
+    places = [place for place in (folder, shipped(folder)) if os.path.isdir(place)]
     files = [file for place in places for file in place.iterdir() if file.suffix == suffix and file.is_file()]
     names = [str(folder / file.name) for file in files]
     near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "give the path of a file that does"
-    raise LoopedError(f"{kind} {str(path)!r} does not exist; {hint}")
+    raise LoopedError(f"{kind} {shown(str(path), 200)} does not exist; {hint}")
 
 
 def existing(path: Path) -> Path:
     """The nearest of `path` and the folders above it that is there."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def check_folder(folder: Path) -> None:

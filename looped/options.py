@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from looped.convert import convert, describe, shown, without_none
-from looped.errors import LoopedError, unknown
+from looped.convert import convert, describe, without_none
+from looped.errors import LoopedError, shown, unknown
 from looped.files import find
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped import checks
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 
 # Levels of work: the largest logit; a random draw; bias, min_tokens and a narrowed choice; penalties and logprobs.
 GREEDY, RANDOM, FILTERED, FULL = range(4)
@@ -59,22 +59,23 @@ class Sampling:
         checks.whole_numbers(top_k=self.top_k, min_tokens=self.min_tokens, logprobs=logprobs)
         checks.numbers(**kinds)
         if not 0 <= self.temperature <= sys.float_info.max:
-            raise LoopedError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+            raise LoopedError(f"temperature must be a finite number of at least 0, got {shown(self.temperature)}")
         if not 0 < self.top_p <= 1:
-            raise LoopedError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise LoopedError(f"top_p must be above 0 and at most 1, got {shown(self.top_p)}")
         if self.top_k < -1:
-            raise LoopedError(f"top_k must be 0 or -1 (off) or a number of tokens, got {self.top_k}")
+            raise LoopedError(f"top_k must be 0 or -1 (off) or a number of tokens, got {shown(self.top_k)}")
         if not 0 <= self.min_p <= 1:
-            raise LoopedError(f"min_p must be between 0 and 1, got {self.min_p}")
+            raise LoopedError(f"min_p must be between 0 and 1, got {shown(self.min_p)}")
         if not 0 < self.repetition_penalty <= sys.float_info.max:
-            raise LoopedError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+            given = shown(self.repetition_penalty)
+            raise LoopedError(f"repetition_penalty must be a finite number above 0, got {given}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                raise LoopedError(f"{name} must be between -2 and 2, got {getattr(self, name)}")
+                raise LoopedError(f"{name} must be between -2 and 2, got {shown(getattr(self, name))}")
         if self.min_tokens < 0:
-            raise LoopedError(f"min_tokens must be at least 0, got {self.min_tokens}")
+            raise LoopedError(f"min_tokens must be at least 0, got {shown(self.min_tokens)}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-            raise LoopedError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}")
+            raise LoopedError(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {shown(logprobs)}")
         ids = tuple(checks.token_ids("stop_token_ids", stop_ids))
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise LoopedError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}")
@@ -114,7 +115,7 @@ def _bias(given: object) -> dict[int, float] | None:
         checks.given(**{f"logit_bias of token {token}": value})
         checks.numbers(**{f"logit_bias of token {token}": value})
         if not abs(value) <= sys.float_info.max:
-            raise LoopedError(f"logit_bias of token {token} must be a finite number, got {value}")
+            raise LoopedError(f"logit_bias of token {token} must be a finite number, got {shown(value)}")
     return {token: float(value) for token, value in zip(ids, given.values(), strict=True)}
 
 

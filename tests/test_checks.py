@@ -90,3 +90,32 @@ def test_load_and_logits() -> None:
     for ids in ([[1, 2]], torch.ones(1, 2), torch.tensor([[61]]), torch.tensor([[-1]]), torch.zeros(1, 0).long()):
         with pytest.raises(LoopedError):
             micro_ouro().logits(ids)  # type: ignore[arg-type]
+
+
+HUGE = 10**5000  # more digits than Python writes out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", HUGE), ("n", HUGE), ("max_tokens", -HUGE), ("min_tokens", HUGE), ("temperature", HUGE)],
+    ids=["seed", "n", "max_tokens", "min_tokens", "temperature"],
+)
+def test_huge_values_are_refused_in_a_short_sentence(name: str, value: int) -> None:
+    with pytest.raises(LoopedError, match=name) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+    with pytest.raises(LoopedError) as caught:
+        LLM(micro_ouro(), num_pages=10**400)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x\0y", "x" * 200 + "/" + "y" * 3000], ids=["long", "null", "deep"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    for options in ({"gate": name}, {"mode": name}, {"kv": name}, {"backend": name}):
+        with pytest.raises(LoopedError) as caught:
+            LLM(micro_ouro(), **options)
+        assert len(str(caught.value)) < 600
+    with pytest.raises(LoopedError):
+        load(name if "/" not in name else "/" + name)
+    with pytest.raises(LoopedError, match="gate"):
+        LLM(micro_ouro(), gate="fixed-" + "9" * 5000)

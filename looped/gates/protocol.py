@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 
 if TYPE_CHECKING:
     from looped.config import ModelConfig
@@ -116,7 +116,9 @@ class Gate(ABC):
         """The threshold, refused where it is outside the gate's range."""
         low, high = self.threshold_range
         if not low <= threshold <= high:
-            raise LoopedError(f"threshold {threshold} is outside the range {low:g} to {high:g} of the {self.name} gate")
+            raise LoopedError(
+                f"threshold {shown(threshold)} is outside the range {low:g} to {high:g} of the {self.name} gate"
+            )
         return threshold
 
     def check_request(self, ordinal: int) -> None:  # noqa: B027, most gates decide for any request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -54,14 +55,14 @@ def _built_in(name: str) -> Gate | None:
     if name.startswith("delayed-"):
         inner = _built_in(name.removeprefix("delayed-"))
         return DelayGate(inner) if inner else None
-    fixed = re.fullmatch(r"fixed-(\d+)", name)
+    fixed = re.fullmatch(r"fixed-(\d{1,9})", name)
     if fixed:
         return FixedGate(int(fixed[1]))
     return _KINDS[name]() if name in _KINDS else None
 
 
 def _from_folder(name: str) -> Gate:
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False for names that no file can have, where pathlib raises
         return read_gate(name)
     raise unknown("gate", name, GATE_NAMES)
 

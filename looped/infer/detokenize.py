@@ -71,11 +71,16 @@ class Detokenizer:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        longest, size = 0, len(self._text)
+        for stop in self._stop:
+            # Only where its first character is, and only what would be longer: this runs for every token.
+            at = self._text.find(stop[0], max(0, size - len(stop) + 1), size - longest)
+            while at >= 0:
+                if self._text.endswith(stop[: size - at]):
+                    longest = size - at
+                    break
+                at = self._text.find(stop[0], at + 1, size - longest)
+        return longest
 
     def _show(self, upto: int) -> str:
         new = self._text[self._shown : upto]

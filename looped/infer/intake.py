@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from looped.decode import DecodePolicy, check_prompt
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 from looped.infer.detokenize import Detokenizer
 from looped.infer.options import EngineOptions
 from looped.infer.prefix import block_hashes
@@ -71,7 +71,7 @@ class Intake:
         for name in ("min_depth", "max_depth"):
             value = getattr(params, name)
             if value is not None and value > self.policy.max_depth:
-                raise LoopedError(f"{name} must be between 1 and {self.policy.max_depth} loops, got {value}")
+                raise LoopedError(f"{name} must be between 1 and {self.policy.max_depth} loops, got {shown(value)}")
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params

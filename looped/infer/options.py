@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from looped import checks
-from looped.errors import LoopedError, unknown
+from looped.errors import LoopedError, shown, unknown
 from looped.infer.scheduler import POLICIES
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class EngineOptions:
         if self.preemption is not None and self.preemption not in PREEMPTION:
             raise unknown("preemption", self.preemption, PREEMPTION)
         if self.chunk_size is not None and self.chunk_size < 1:
-            raise LoopedError(f"chunk_size must be at least 1, got {self.chunk_size}")
+            raise LoopedError(f"chunk_size must be at least 1, got {shown(self.chunk_size)}")
         if not -(1 << 63) <= self.seed < 1 << 63:
-            raise LoopedError(f"seed must fit in 64 bits, got {self.seed}")
+            raise LoopedError(f"seed must fit in 64 bits, got {shown(self.seed)}")
         if self.mode == "cb" and self.prefill == "ragged":
             raise LoopedError(
                 "mode 'cb' runs every token at full depth: a ragged prefill needs 'refill' or 'no-refill'"
@@ -96,10 +96,10 @@ class EngineOptions:
         for name in ("mode", "compute", "prefill", "exits", "backend", "preemption"):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name != "preemption"):
-                raise LoopedError(f"{name} must be a name, got {value!r}")
+                raise LoopedError(f"{name} must be a name, got {shown(value)}")
         for name in ("mix_prefill", "prefix_caching", "graphs"):
             if not isinstance(getattr(self, name), bool):
-                raise LoopedError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise LoopedError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         for name in ("max_num_seqs", "num_pages", "page_size"):
             if (getattr(self, name) or 0) > MAX_INDEX:
-                raise LoopedError(f"{name} must be at most {MAX_INDEX}, got {getattr(self, name)}")
+                raise LoopedError(f"{name} must be at most {MAX_INDEX}, got {shown(getattr(self, name))}")

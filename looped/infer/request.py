@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from looped import checks
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 from looped.sampling_options import Sampling, child_seed
 
 MAX_SAMPLES = 128
@@ -51,24 +51,24 @@ class SamplingParams:
         checks.given(temperature=self.temperature, max_tokens=self.max_tokens, n=self.n)
         checks.numbers(temperature=self.temperature, exit_threshold=self.exit_threshold)
         if not isinstance(self.ignore_eos, bool):
-            raise LoopedError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise LoopedError(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         names = ("max_tokens", "seed", "min_depth", "max_depth", "n")
         checks.whole_numbers(**{name: getattr(self, name) for name in names})
         if self.max_tokens < 1:
-            raise LoopedError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise LoopedError(f"max_tokens must be at least 1, got {shown(self.max_tokens)}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
-            raise LoopedError(f"seed must fit in 64 bits, got {self.seed}")
+            raise LoopedError(f"seed must fit in 64 bits, got {shown(self.seed)}")
         if not 1 <= self.n <= MAX_SAMPLES:
-            raise LoopedError(f"n must be between 1 and {MAX_SAMPLES}, got {self.n}")
+            raise LoopedError(f"n must be between 1 and {MAX_SAMPLES}, got {shown(self.n)}")
         for name in ("min_depth", "max_depth"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise LoopedError(f"{name} must be at least 1, got {value}")
+                raise LoopedError(f"{name} must be at least 1, got {shown(value)}")
         if self.min_depth is not None and self.max_depth is not None and self.min_depth > self.max_depth:
-            raise LoopedError(f"min_depth {self.min_depth} is above max_depth {self.max_depth}")
+            raise LoopedError(f"min_depth {shown(self.min_depth)} is above max_depth {shown(self.max_depth)}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, list | tuple) or not all(isinstance(item, str) for item in stop):
-            raise LoopedError(f"stop must be a text or a list of texts, got {stop!r}")
+            raise LoopedError(f"stop must be a text or a list of texts, got {shown(stop)}")
         object.__setattr__(self, "stop", tuple(stop))
         if not all(self.stop):
             raise LoopedError("stop strings must not be empty")
@@ -77,7 +77,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", sampling.stop_token_ids)
         object.__setattr__(self, "logit_bias", sampling.logit_bias)
         if self.min_tokens > self.max_tokens:
-            raise LoopedError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+            raise LoopedError(f"min_tokens {shown(self.min_tokens)} is above max_tokens {shown(self.max_tokens)}")
 
     @property
     def sampling(self) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -14,7 +15,7 @@ from types import ModuleType
 import torch
 
 from looped.config import ModelConfig
-from looped.errors import LoopedError, unknown
+from looped.errors import LoopedError, shown, unknown
 from looped.files import read_object, write_text
 from looped.model import huginn, ouro, weights
 from looped.model.looped_lm import LoopedLM
@@ -105,9 +106,9 @@ def parse_device(device: str | torch.device | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    match = re.fullmatch(r"cpu(?::0)?|cuda(?::(\d+))?", str(device))
+    match = re.fullmatch(r"cpu(?::0)?|cuda(?::(\d{1,4}))?", str(device))
     if not match:
-        raise LoopedError(f"unknown device {str(device)!r}; give cpu, cuda or cuda:N")
+        raise LoopedError(f"unknown device {shown(str(device))}; give cpu, cuda or cuda:N")
     if match[0].startswith("cuda") and int(match[1] or 0) >= torch.cuda.device_count():
         raise LoopedError(f"there is no device {str(device)!r} here ({torch.cuda.device_count()} GPUs found); use cpu")
     return torch.device(device)
@@ -128,11 +129,11 @@ def find_checkpoint(name_or_path: str | Path) -> Path:
             raise LoopedError(f"the embedded model {lower} is missing from this installation")
         return folder
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(name):  # False for names that no file can have, where pathlib raises
         if not (path / "config.json").exists():
             raise LoopedError(f"{path} holds no config.json, so it is not a checkpoint folder")
         return path
-    if path.exists():
+    if os.path.exists(name):
         raise LoopedError(f"{path} is a file; give the folder that holds config.json and the safetensors files")
     if lower in HUB_IDS:
         return _download(HUB_IDS[lower])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from looped.errors import LoopedError
+from looped.errors import LoopedError, shown
 
 # Far above any model there is: a config beyond them is damaged, and would exhaust the memory before it fails.
 MOST = 1 << 31
@@ -103,8 +103,7 @@ class Keys:
 
 
 def _refused(name: str, wanted: str, value: Any) -> LoopedError:
-    shown = repr(value)
-    return LoopedError(f"config.json: {name} must be {wanted}, got {shown if len(shown) <= 60 else shown[:60] + '…'}")
+    return LoopedError(f"config.json: {name} must be {wanted}, got {shown(value)}")
 
 
 def ids(value: Any) -> tuple[int, ...]:

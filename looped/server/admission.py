@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from looped.errors import shown
 from looped.infer.request import Request, SamplingParams
 from looped.sampling_options import child_seed
 from looped.server.engine_thread import EngineInfo
@@ -30,7 +31,7 @@ def check_model(name: str | None, served: Sequence[str]) -> str:
     if name is None:
         return served[0]
     if name not in served:
-        message = f"the model {name[:100]!r} is not served here; served: {', '.join(served)}"
+        message = f"the model {shown(name, 100)} is not served here; served: {', '.join(served)}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return name
 
@@ -47,12 +48,19 @@ def check_depths(body: GenerationRequest, info: EngineInfo) -> None:
         if info.gate is None and name != "max_depth":
             raise ApiError(400, f"{name} needs a gate, and the server runs without one (--gate)", param=name)
         if name != "exit_threshold" and value > info.max_depth:
-            raise ApiError(400, f"{name} must be between 1 and {info.max_depth} loops, got {value}", param=name)
+            raise ApiError(400, f"{name} must be between 1 and {info.max_depth} loops, got {shown(value)}", param=name)
     if body.exit_threshold is not None and info.threshold_range is not None:
         low, high = info.threshold_range
         if not low <= body.exit_threshold <= high:
             message = f"exit_threshold must be between {low:g} and {high:g} for the {info.gate} gate"
             raise ApiError(400, message, param="exit_threshold")
+
+
+def check_text(text: Prompt, info: EngineInfo) -> None:
+    """Refuse a text that is too long for the context whatever its tokens are: to count them would take a while."""
+    if isinstance(text, str) and info.max_chars is not None and len(text) > info.max_chars:
+        message = f"the prompt has {len(text)} characters; the context of {info.context} tokens has no room for them"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
 
 async def tokenize(prompt: Prompt, info: EngineInfo, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -81,7 +89,8 @@ def prepare(
         raise ApiError(400, message, param="stop")
     most = body.max_new_tokens or default_tokens
     if most is not None and (body.min_tokens or 0) > most:
-        raise ApiError(400, f"min_tokens {body.min_tokens} is above max_tokens {most}", param="min_tokens")
+        message = f"min_tokens {shown(body.min_tokens)} is above max_tokens {shown(most)}"
+        raise ApiError(400, message, param="min_tokens")
     requests: list[Request] = []
     for ids in prompts:
         check_prompt(ids, info)

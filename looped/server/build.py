@@ -30,7 +30,8 @@ def load_engine(
 def engine_info(engine: Engine) -> EngineInfo:
     """The facts of an engine that requests are checked against."""
     model, policy, gate = engine.model, engine.policy, engine.gate
-    context = model.config.max_positions
+    context, tokenizer = model.config.max_positions, model.tokenizer
+    longest = None if tokenizer is None else tokenizer.longest_token()
     return EngineInfo(
         model=model.name,
         mode=engine.options.mode,
@@ -44,9 +45,10 @@ def engine_info(engine: Engine) -> EngineInfo:
         max_len=min(context, engine.kv.capacity_tokens + 1),
         vocab_size=model.config.vocab_size,
         eos_ids=model.config.eos_ids,
-        tokenizer=model.tokenizer,
-        template=ChatTemplate(model.tokenizer, model.name),
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, model.name),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        max_chars=None if longest is None else longest * context,
         engine=engine.describe(),
     )

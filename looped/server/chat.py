@@ -44,7 +44,6 @@ class ChatTemplate:
         reserved = sorted(set(extra or {}) & set(_RESERVED))
         if reserved:
             raise ApiError(400, f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -55,7 +54,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **{**self.tokens, **(extra or {})},
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of the checkpoint's: its faults have any type
             raise ApiError(
                 400, f"the chat template refused the messages: {one_line(error)}", param="messages"
             ) from error

@@ -63,6 +63,8 @@ class EngineInfo:
     template: ChatTemplate
     dtype: str
     device: str
+    max_chars: int | None = None
+    """Characters that fit into the context at most, where the tokenizer sets a bound."""
     engine: str = ""
     """What the engine says of itself: exits, backend, pages, graphs."""
 

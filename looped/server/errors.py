@@ -21,6 +21,7 @@ _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable",
@@ -96,10 +97,21 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = str(error.detail)
+    message = _unreadable(error.__cause__) or str(error.detail)
     if error.status_code in (404, 405):
         message = f"{HTTPStatus(error.status_code).phrase}: {request.method} {request.url.path}"
     return ApiError(error.status_code, _short(message), headers=error.headers).response()
+
+
+def _unreadable(cause: BaseException | None) -> str | None:
+    """What the framework calls "an error parsing the body", in words."""
+    if isinstance(cause, RecursionError):
+        return "the body is not valid JSON: it is nested too deeply"
+    if isinstance(cause, UnicodeError):
+        return "the body is not valid JSON: it is not UTF-8 text"
+    if isinstance(cause, ValueError):  # Python reads no whole number of more than 4,300 digits
+        return "the body holds a number of thousands of digits"
+    return None
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

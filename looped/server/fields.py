@@ -14,6 +14,9 @@ from looped.sampling_options import MAX_LOGIT_BIAS, MAX_LOGPROBS
 MAX_BIAS = 100
 MAX_PROMPTS = 1024
 MAX_STOPS = 1024
+# Stop strings together: every new token is compared with the beginnings of all of them.
+MAX_STOP_CHARS = 1 << 16
+MAX_PARTS = 8192
 INT64 = 1 << 63
 
 
@@ -59,10 +62,21 @@ Prompt = str | tuple[int, ...]
 def _token_ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, not empty")
-    ids = tuple(_whole(item) for item in value)
-    if any(token is None or not 0 <= token < INT64 for token in ids):
+    return _ids(value)
+
+
+def _ids(value: list[Any]) -> tuple[int, ...]:
+    # One look at the types: lists of millions come in, and the event loop waits.
+    ids = value if set(map(type, value)) <= {int} else [_whole(item) for item in value]
+    if ids and (None in ids or not 0 <= min(ids) <= max(ids) < INT64):
         raise ValueError("token ids must be whole numbers of at least 0")
-    return ids
+    return tuple(ids)
+
+
+def _any_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError("must be a list of token ids")
+    return _ids(value)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -90,6 +104,8 @@ def _stops(value: Any) -> tuple[str, ...]:
     stops = tuple(_text(item) for item in items)
     if not all(stops):
         raise ValueError("a stop string must not be empty")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise ValueError(f"stop strings may have {MAX_STOP_CHARS} characters together")
     return stops
 
 
@@ -121,6 +137,8 @@ def _content(value: Any) -> str:
         return "" if value is None else str(_text(value))
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"at most {MAX_PARTS} text parts, got {len(value)}")
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -161,6 +179,7 @@ _PART = {
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": _PART}]}
 
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+TokenIds = Annotated[tuple[int, ...], PlainValidator(_any_ids), WithJsonSchema(_IDS | {"minItems": 0})]
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 LogitBias = Annotated[dict[int, float] | None, PlainValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)]
 TopCount = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import uuid
@@ -15,6 +16,7 @@ from looped.server.errors import ApiError
 
 OPEN_PATHS = ("/health", "/ping")
 MAX_REQUEST_ID = 128
+BODY_SECONDS = 60.0
 
 
 class RequestId:
@@ -66,7 +68,8 @@ class Keys:
 
 
 class BodyLimit:
-    """413 for a body of more than `max_bytes`, announced or counted: neither the server nor the framework caps it."""
+    """413 for a body of more than `max_bytes`, announced or counted, and 408 for one whose next piece does not come:
+    neither the server nor the framework caps them."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max = app, max_bytes
@@ -79,11 +82,15 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._max:
             await ApiError(413, self._message).response()(scope, receive, send)
             return
-        seen = 0
+        seen, complete = 0, False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, complete
+            try:
+                message = await asyncio.wait_for(receive(), None if complete else BODY_SECONDS)
+            except TimeoutError:
+                raise HTTPException(408, f"no piece of the body came for {BODY_SECONDS:g} s") from None
+            complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._max:
                 raise HTTPException(413, self._message)

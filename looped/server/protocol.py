@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from looped.errors import shown
 from looped.infer.request import MAX_SAMPLES
 from looped.sampling_options import MAX_STOP_TOKEN_IDS
 from looped.server.errors import ApiError
@@ -21,6 +22,7 @@ from looped.server.fields import (
     Seed,
     Stops,
     Text,
+    TokenIds,
     TopCount,
     Whole,
 )
@@ -66,6 +68,11 @@ SERVER_WIDE = {
 }
 
 
+MAX_MESSAGES = 8192
+# Fields that this server does not know: each is compared with those it does.
+MAX_EXTRA = 256
+
+
 class StreamOptions(BaseModel):
     """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: the usage so far in every chunk."""
 
@@ -109,7 +116,7 @@ class GenerationRequest(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is allowed with stream=true only", param="stream_options")
         if self.min_depth is not None and self.max_depth is not None and self.min_depth > self.max_depth:
-            message = f"min_depth {self.min_depth} is above max_depth {self.max_depth}"
+            message = f"min_depth {shown(self.min_depth)} is above max_depth {shown(self.max_depth)}"
             raise ApiError(400, message, param="min_depth")
         return self
 
@@ -161,10 +168,13 @@ class Message(BaseModel):
     content: Content = ""
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     logprobs: Flag | None = False
     top_logprobs: TopCount | None = None
     add_generation_prompt: Flag | None = None
@@ -187,7 +197,7 @@ class TokenizeRequest(BaseModel):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag | None = None
 
@@ -196,7 +206,7 @@ class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 DEPTH_FIELDS = ("exit_threshold", "min_depth", "max_depth")
@@ -205,6 +215,8 @@ DEPTH_FIELDS = ("exit_threshold", "min_depth", "max_depth")
 def refuse_unsupported(body: GenerationRequest) -> None:
     """Raise a 400 that names the field if the request asks for what this version does not serve."""
     extra: Mapping[str, Any] = body.model_extra or {}
+    if len(extra) > MAX_EXTRA:
+        raise ApiError(400, f"the body has {len(extra)} unknown fields; {MAX_EXTRA} are allowed")
     for name, value in extra.items():
         if value is None or (name == "best_of" and _equal(value, body.num_samples)):
             continue
@@ -217,7 +229,7 @@ def refuse_unsupported(body: GenerationRequest) -> None:
         meant = difflib.get_close_matches(name, DEPTH_FIELDS, n=1, cutoff=0.8)
         if meant:
             # other unknown fields pass, as clients send many; a depth option that does nothing would go unnoticed
-            raise ApiError(400, f"unknown field {name}; did you mean {meant[0]}?", param=name)
+            raise ApiError(400, f"unknown field {shown(name)}; did you mean {meant[0]}?", param=name)
 
 
 def _equal(value: Any, neutral: Any) -> bool:

@@ -127,18 +127,20 @@ async def version(service: Served) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize_text(body: TokenizeRequest, service: Served) -> dict[str, Any]:
+async def tokenize_text(body: TokenizeRequest, service: Served) -> Response:
     """Token ids of a text, or of a chat."""
     check_model(body.model, service.served)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
         messages = [message.model_dump() for message in body.messages]
-        text = service.info.template.render(messages, body.add_generation_prompt is not False)
+        add_prompt = body.add_generation_prompt is not False
+        text = await asyncio.to_thread(service.info.template.render, messages, add_prompt)
         ids = await tokenize(text, service.info, body.add_special_tokens is True)
     else:
         ids = await tokenize(body.prompt or "", service.info, body.add_special_tokens is not False)
-    return {"count": len(ids), "max_model_len": service.info.max_len, "tokens": list(ids)}
+    # A response of our own: the framework would look at each of what may be millions of ids.
+    return JSONResponse({"count": len(ids), "max_model_len": service.info.max_len, "tokens": ids})
 
 
 @router.post("/detokenize")
@@ -150,7 +152,7 @@ async def detokenize(body: DetokenizeRequest, service: Served) -> dict[str, str]
         raise ApiError(400, f"{info.model} has no tokenizer", code="no_tokenizer")
     if body.tokens and max(body.tokens) >= info.vocab_size:
         raise ApiError(400, f"token ids must be between 0 and {info.vocab_size - 1}", param="tokens")
-    return {"prompt": info.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return {"prompt": await asyncio.to_thread(info.tokenizer.decode, body.tokens, False)}
 
 
 @router.get("/tokenizer_info")

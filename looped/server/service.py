@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from looped.server.admission import DEFAULT_COMPLETION_TOKENS, check_model, prepare, tokenize
+from looped.server.admission import DEFAULT_COMPLETION_TOKENS, check_model, check_text, prepare, tokenize
 from looped.server.engine_thread import EngineInfo, EngineThread
 from looped.server.logprobs import Vocabulary
 from looped.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, refuse_unsupported
@@ -36,6 +37,8 @@ class Service:
     async def complete(self, body: CompletionRequest) -> Answer:
         """Admit a completion request. Raises what is wrong with it."""
         name = self._check(body)
+        for prompt in body.prompt:
+            check_text(prompt, self.info)
         special = body.add_special_tokens is not False
         prompts = [await tokenize(prompt, self.info, special) for prompt in body.prompt]
         shape = CompletionShape(_new_id("cmpl"), int(time.time()), name, **self._extras(body))
@@ -47,7 +50,9 @@ class Service:
         messages = [message.model_dump() for message in body.messages]
         going_on = bool(body.continue_final_message)
         add_prompt = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
-        text = self.info.template.render(messages, add_prompt, going_on, body.chat_template_kwargs)
+        render = self.info.template.render
+        text = await asyncio.to_thread(render, messages, add_prompt, going_on, body.chat_template_kwargs)
+        check_text(text, self.info)
         # The template has written the special tokens already.
         prompts = [await tokenize(text, self.info, add_special_tokens=False)]
         shape = ChatShape(_new_id("chatcmpl"), int(time.time()), name, **self._extras(body))

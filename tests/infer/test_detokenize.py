@@ -1,5 +1,7 @@
 """Incremental text: equal to decoding at once, never half a character, never part of a stop string."""
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +48,24 @@ def test_what_may_be_a_stop_string_is_held_back():
     assert reader.stopped and reader.text == "one"
     _, pieces = feed("one\ntwo", ("\n\n",))
     assert pieces == ["o", "n", "e", "", "\nt", "w", "o", ""]
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+def test_exactly_what_may_become_a_stop_string_is_held_back(text, stop):
+    reader = Detokenizer(Bytes(), tuple(stop))
+    shown = ""
+    for count, byte in enumerate(text.encode(), start=1):
+        shown += reader.push(byte)
+        if reader.stopped:
+            break
+        beginnings = [s[:n] for s in stop for n in range(1, len(s)) if text[:count].endswith(s[:n])]
+        assert shown == text[: count - max(map(len, beginnings), default=0)]
+
+
+def test_many_long_stop_strings_cost_little():
+    started = time.perf_counter()
+    feed("x" * 300, tuple("x" * 200 + f"{number:04}" for number in range(300)))
+    assert time.perf_counter() - started < 2
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
