@@ -20,9 +20,9 @@ from torch import Tensor
 from looped import rng
 from looped.sampling_options import FULL, GREEDY, MAX_LOGPROBS, RANDOM, Sampling
 
-# What a draw at the highest level holds for each logit at its peak, besides the logits; for sizing memory. Rows of
-# `Seen` take 5 bytes for each token of the vocabulary and slot, once a request needs them.
-BYTES_PER_LOGIT = 128
+# For sizing memory: what a draw at the highest level holds for each logit at its peak, besides the logits; and what
+# rows of `Seen` take for each token of the vocabulary and slot, once a request needs them.
+BYTES_PER_LOGIT, SEEN_BYTES = 128, 5
 
 # Probability mass is counted in whole units of the likeliest token's: 2^40 of them, so that sums are exact.
 _UNITS = float(1 << 40)

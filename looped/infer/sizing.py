@@ -9,6 +9,7 @@ from torch import Tensor
 
 from looped.config import ModelConfig
 from looped.errors import LoopedError
+from looped.sampling import BYTES_PER_LOGIT, SEEN_BYTES
 
 # On a CPU the pools are never larger than this unless `num_pages` asks for it: pages take memory only once touched.
 CPU_POOL_BYTES = 2 << 30
@@ -54,10 +55,16 @@ class PoolSizes:
 
 def size_pools(demand: Demand, device: torch.device, num_pages: int | None, reserve_bytes: int) -> PoolSizes:
     """As many pages as the sequences can use, or as the free memory less `reserve_bytes` allows; with `num_pages`,
-    that many core pages. Raises `LoopedError` where there is no room for one block."""
+    that many core pages. Raises `LoopedError` where there is no room for one block, or for the pages asked for."""
     if num_pages is not None:
         if num_pages < demand.planes:
             raise LoopedError(f"num_pages must be at least {demand.planes} (one page a plane), got {num_pages}")
+        free, size = free_bytes(device), num_pages * demand.page_size * demand.core_bytes // demand.planes
+        if size > free:  # known before anything of that size is made
+            raise LoopedError(
+                f"a KV pool of {size / 2**20:.0f} MiB does not fit into the {free / 2**20:.0f} MiB that are free on "
+                f"{device}; lower num_pages"
+            )
         blocks, bounded = num_pages // demand.planes, False
     else:
         blocks, bounded = _blocks(demand, device, reserve_bytes)
@@ -102,13 +109,14 @@ def _blocks(demand: Demand, device: torch.device, reserve_bytes: int) -> tuple[i
 def activation_bytes(
     config: ModelConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype, graphs: bool = False
 ) -> int:
-    """What the largest batches hold besides weights and K/V: a prefill of `num_tokens`, logits of `num_seqs`. CUDA
+    """What the largest batches hold besides weights and K/V: a prefill of `num_tokens`, logits of `num_seqs` drawn
+    from at the highest level, and what that level keeps of the tokens that occurred. CUDA
     graphs keep the memory of the largest one to themselves, so that others take as much again."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     token = (6 * config.hidden_size + 3 * config.intermediate_size + 2 * heads) * dtype.itemsize
-    # Logits in the model's dtype and, for sampling, in float32 with their order, twice over.
-    row = config.vocab_size * (dtype.itemsize + 2 * (4 + 8))
-    return (1 + graphs) * (num_tokens * token + num_seqs * row)
+    # Logits in the model's dtype, and what a draw makes of them.
+    row = config.vocab_size * (dtype.itemsize + BYTES_PER_LOGIT)
+    return (1 + graphs) * (num_tokens * token + num_seqs * row) + num_seqs * config.vocab_size * SEEN_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,5 +1,7 @@
 """K/V memory: sizes, admission, growth that may fail, and what the device does to tables and planes."""
 
+import dataclasses
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,8 @@ from looped.errors import LoopedError
 from looped.infer import planes, sizing
 from looped.infer.pages import check_page_size, prefix_block, stored
 from looped.kv import get_layout
+from looped.sampling import Knobs, Lists, Seen, draw
+from looped.sampling_options import FULL
 from tests.infer.kv_sim import Sequence, Simulation, config, make_memory
 
 GIB = 1 << 30
@@ -85,6 +89,10 @@ def test_too_little_memory_says_what_to_lower(monkeypatch):
 def test_a_pool_beyond_memory_is_one_sentence():
     with pytest.raises(LoopedError, match="lower num_pages"):
         make_memory("shared", num_pages=10**14, poison=False)
+    started = time.perf_counter()
+    with pytest.raises(LoopedError, match=r"does not fit into the \d+ MiB that are free"):
+        make_memory("ragged", num_pages=(1 << 31) - 1, poison=False)
+    assert time.perf_counter() - started < 1  # before the books of so many pages are made
 
 
 def test_the_prefix_cache_needs_a_grid_where_cuts_matter():
@@ -97,8 +105,30 @@ def test_activations_grow_with_the_batch():
     small = sizing.activation_bytes(config(), 100, 4, torch.bfloat16)
     assert small < sizing.activation_bytes(config(), 200, 4, torch.bfloat16)
     assert small < sizing.activation_bytes(config(), 100, 8, torch.bfloat16)
-    # Graphs keep their memory while launches without one run.
-    assert 2 * small == sizing.activation_bytes(config(), 100, 4, torch.bfloat16, graphs=True)
+    # Graphs keep their memory while launches without one run; the counts of tokens that occurred are there once.
+    seen = 4 * config().vocab_size * (4 + 1)
+    assert 2 * (small - seen) + seen == sizing.activation_bytes(config(), 100, 4, torch.bfloat16, graphs=True)
+
+
+def test_activations_cover_a_draw_at_the_highest_level():
+    rows, vocab = 8, 20_000
+    shape = dataclasses.replace(config(), vocab_size=vocab)
+    knobs = Knobs(
+        *(torch.full((rows,), value, dtype=torch.float64) for value in (0.8, 0.9, 0.01, 1.2, 0.5, 0.5)),
+        *(torch.full((rows,), value) for value in (1, 50, 0)),
+    )
+    lists = Lists(torch.zeros(rows, 4).long(), torch.zeros(rows, 4).double(), torch.full((rows, 2), -1))
+    seen = Seen(torch.zeros(rows, vocab, dtype=torch.int32), torch.zeros(rows, vocab, dtype=torch.bool))
+    logits, at = torch.randn(rows, vocab), torch.zeros(rows).long()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        draw(logits, knobs, at, at, FULL, lists, seen)
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert peak > 50 * rows * vocab  # it was measured
+    assert peak <= sizing.activation_bytes(shape, 0, rows, torch.float32)
 
 
 def test_the_pool_outside_the_core_is_never_the_tighter_one():
