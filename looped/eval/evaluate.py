@@ -47,8 +47,16 @@ def evaluate(
     return result
 
 
-def make_llm(model: LoopedLM, setting: Setting, mode: str, max_num_seqs: int, seed: int) -> LLM:
-    """An engine for one setting."""
+def make_llm(
+    model: LoopedLM,
+    setting: Setting,
+    mode: str,
+    max_num_seqs: int,
+    seed: int,
+    exits: str = "auto",
+    backend: str = "auto",
+) -> LLM:
+    """An engine for one setting; mode, exits and backend change its speed and never its answers."""
     return LLM(
         model,
         mode=mode,
@@ -58,6 +66,10 @@ def make_llm(model: LoopedLM, setting: Setting, mode: str, max_num_seqs: int, se
         min_depth=setting.min_depth,
         depth=setting.depth,
         compute=setting.compute,
+        prefill=setting.prefill,
+        prefill_threshold=setting.schedule,
+        exits=exits,
+        backend=backend,
         max_num_seqs=max_num_seqs,
         seed=seed,
     )
@@ -94,6 +106,7 @@ def score(
         min_depth=policy.min_depth if policy.gate else None,
         max_depth=policy.max_depth,
         dense_compute=policy.dense_compute,
+        prefill="dense" if policy.prefill is None else "ragged",
         mode=llm.engine.options.mode,
         n=len(answers),
         strict=_score(output["results"][protocol.task], STRICT),

@@ -77,6 +77,7 @@ class EvalResult:
     min_depth: int | None
     max_depth: int
     dense_compute: bool
+    prefill: str
     mode: str
     n: int
     strict: Score

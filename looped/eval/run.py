@@ -20,6 +20,7 @@ from looped.eval.result import EvalResult
 from looped.eval.setting import Setting, grid
 from looped.eval.tasks import GSM8K, check_task, read_rows
 from looped.options import argument, option
+from looped.server.choices import COSINE_DOC, PROTECTED_DOC, check_prefill
 
 if TYPE_CHECKING:
     from looped.eval.harness_task import LoadedTask
@@ -53,7 +54,17 @@ class Options:
     limit: int | None = option(None, "only the first N documents of each task")
     num_fewshot: int | None = option(None, "exemplars before each question; the task's own number when left out")
     max_gen_toks: int = option(256, "most tokens of an answer")
+    prefill: Literal["dense", "ragged"] = option(
+        "dense", "ragged lets prompt tokens leave early, in settings with a gate"
+    )
+    prefill_threshold: float | None = option(None, "exit threshold of a ragged prefill; that of decode when left out")
+    prefill_cosine: bool = option(False, COSINE_DOC)
+    prefill_protected: int = option(0, PROTECTED_DOC)
     mode: Literal["refill", "no-refill", "cb"] = option("refill", "the engine's scheduler")
+    exits: Literal["auto", "sync", "lookahead", "device"] = option(
+        "auto", "how the host learns of exits; auto: device on a GPU, else sync"
+    )
+    backend: str = option("auto", "attention backend")
     max_num_seqs: int = option(64, "sequences that run at the same time")
     max_loops: int | None = option(None, "R; the checkpoint's own when left out")
     device: str | None = option(None, "cpu, cuda, cuda:1; the first GPU when left out, else the CPU")
@@ -97,6 +108,8 @@ def _data_for(options: Options) -> str:
 
 def _check(options: Options) -> None:
     _names(options)
+    check_prefill(options.prefill, options.prefill_threshold, options.prefill_cosine, options.prefill_protected)
+    _check_engine(options)
     _grid(options)
     at_least = {"num_processes": 1, "limit": 1, "max_gen_toks": 1, "num_fewshot": 0, "max_num_seqs": 1}
     for name, least in at_least.items():
@@ -112,23 +125,40 @@ def _check(options: Options) -> None:
         check_output(options.output, options.overwrite)
 
 
+def _check_engine(options: Options) -> None:
+    from looped.infer.options import EngineOptions
+
+    EngineOptions(
+        mode=options.mode, prefill=options.prefill, max_num_seqs=options.max_num_seqs, seed=options.seed
+    ).check()
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
 def _grid(options: Options) -> list[Setting]:
-    return grid(options.kv, options.gate, options.threshold, options.depth, options.min_depth, options.compute)
+    prefill = Setting(
+        prefill=options.prefill,
+        prefill_threshold=options.prefill_threshold,
+        prefill_cosine=options.prefill_cosine,
+        prefill_protected=options.prefill_protected,
+    )
+    return grid(options.kv, options.gate, options.threshold, options.depth, options.min_depth, options.compute, prefill)
 
 
 def _share(options: Options) -> int:
     """What one process does: all of it, or a rank's share; rank 0 prints and writes."""
+    from looped.infer.engine import check_exits
     from looped.model import load
 
     world = join(options.device)
     model = load(options.model, world.device or options.device, options.dtype, options.max_loops)
     settings = _grid(options)
     for setting in settings:
-        setting.policy(model)  # the last cell of the grid must not fail after hours
+        policy = setting.policy(model)
+        if options.mode != "cb":  # which looks at no gate
+            check_exits(options.exits, policy)  # the last cell of the grid must not fail after hours
     tasks = _tasks(options)
     results = _score_all(options, model, settings, tasks, world)
     if world.rank == 0:
@@ -153,7 +183,7 @@ def _score_all(
     found: dict[tuple[int, int], EvalResult] = {}
     total = len(settings) * len(tasks)
     for column, setting in enumerate(settings):
-        llm = make_llm(model, setting, options.mode, options.max_num_seqs, options.seed)
+        llm = make_llm(model, setting, options.mode, options.max_num_seqs, options.seed, options.exits, options.backend)
         for row, task in enumerate(tasks):
             result = score(llm, task, setting, options.limit, world, show=total == 1 or sys.stderr.isatty())
             if result is not None:

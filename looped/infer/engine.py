@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from looped.decode import resolve_policy
+from looped.decode import DecodePolicy, resolve_policy
 from looped.errors import LoopedError
 from looped.gates import Gate
 from looped.infer.intake import Intake
@@ -117,14 +117,10 @@ class Engine:
 
     def _exits(self) -> str:
         """How the host learns of exits; `auto` is the way that keeps a GPU busy, and none where it would only wait."""
-        gate, options = self.gate, self.options
+        options = self.options
         if options.exits == "auto":
             return "device" if self.model.device.type == "cuda" and not options.mix_prefill else "sync"
-        if options.exits == "lookahead" and gate is not None and gate.latency == 0 and not self.policy.dense_compute:
-            raise LoopedError(
-                f"exits='lookahead' needs a gate that is known one step ahead; the {gate.name} gate is not: use "
-                f"exits='device' or 'sync', or the gate delayed-{gate.name}"
-            )
+        check_exits(options.exits, self.policy)
         if options.mix_prefill and options.exits == "device":
             raise LoopedError("mix_prefill works with exits 'sync' and 'lookahead', where the host picks the rows")
         return options.exits
@@ -491,6 +487,16 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._tally = Tally(self.policy.max_depth)
+
+
+def check_exits(exits: str, policy: DecodePolicy) -> None:
+    """Refuse `lookahead` where a gate's answer does not come a step early."""
+    gate = policy.gate
+    if exits == "lookahead" and gate is not None and gate.latency == 0 and not policy.dense_compute:
+        raise LoopedError(
+            f"exits='lookahead' needs a gate that is known one step ahead; the {gate.name} gate is not: use "
+            f"exits='device' or 'sync', or the gate delayed-{gate.name}"
+        )
 
 
 def _rows(sampled: Sampled) -> Iterable[tuple[int, NewToken]]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from looped.kv import KVLayout
 
 EXITS = ("auto", "sync", "lookahead", "device")
-MAX_INDEX = (1 << 31) - 1  # tables hold int32
+# Tables hold int32; a sequence takes rows of many tables, whether it runs or not.
+MOST = {"max_num_seqs": 1 << 16, "num_pages": (1 << 31) - 1, "page_size": (1 << 31) - 1}
 PREEMPTION = ("auto", "recompute", "offload", "off")
 
 
@@ -100,6 +101,6 @@ class EngineOptions:
         for name in ("mix_prefill", "prefix_caching", "graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise LoopedError(f"{name} must be True or False, got {shown(getattr(self, name))}")
-        for name in ("max_num_seqs", "num_pages", "page_size"):
-            if (getattr(self, name) or 0) > MAX_INDEX:
-                raise LoopedError(f"{name} must be at most {MAX_INDEX}, got {shown(getattr(self, name))}")
+        for name, most in MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise LoopedError(f"{name} must be at most {most}, got {shown(getattr(self, name))}")

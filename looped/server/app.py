@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from looped import __version__
 from looped.server import errors
-from looped.server.middleware import BodyLimit, Keys, RequestId
+from looped.server.middleware import BodyLimit, Keys, RequestId, Stopping
 from looped.server.routes import router
 from looped.server.service import Service
 
@@ -32,5 +32,6 @@ def create_app(service: Service, api_keys: Sequence[str] = (), max_body_bytes: i
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(Keys, keys=tuple(api_keys))
+    app.add_middleware(Stopping)
     app.add_middleware(RequestId)  # added last, runs first: a refusal has an id as well
     return app

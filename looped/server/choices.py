@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from looped.errors import LoopedError, shown
+
 if TYPE_CHECKING:
+    from looped.decode import PrefillSchedule
     from looped.gates import Gate
     from looped.model import LoopedLM
 
+COSINE_DOC = "the threshold falls by a cosine over the prompt, from 1 to --prefill-threshold"
+PROTECTED_DOC = "first tokens of a prompt that a ragged prefill runs at full depth"
 NATIVE, NO_GATE = "native", "none"
 GATE_DOC = "exit gate: native (the model's own), none (full depth), a name, or a folder of train-gate"
 
@@ -21,6 +26,23 @@ def pick_gate(gate: str | Path | Gate, model: LoopedLM) -> str | Path | Gate | N
     if gate == NATIVE:
         return native_gate(model)
     return None if gate == NO_GATE else gate
+
+
+def check_prefill(prefill: str, threshold: float | None, cosine: bool, protected: int) -> None:
+    """Refuse a schedule of a ragged prefill (`prefill_schedule`) that nothing would follow."""
+    if protected < 0:
+        raise LoopedError(f"--prefill-protected must be at least 0, got {shown(protected)}")
+    if (cosine or protected) and (prefill != "ragged" or threshold is None):
+        raise LoopedError("--prefill-cosine and --prefill-protected need --prefill ragged and a --prefill-threshold")
+
+
+def prefill_schedule(threshold: float | None, cosine: bool, protected: int) -> float | PrefillSchedule | None:
+    """The thresholds of a ragged prefill as an engine takes them."""
+    if threshold is None or not (cosine or protected):
+        return threshold
+    from looped.decode import PrefillSchedule
+
+    return PrefillSchedule(threshold, cosine, protected)
 
 
 def say(text: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,6 +24,8 @@ DEATH_SECONDS = 2.0
 # How long connections may take to close once their requests have ended.
 CLOSE_SECONDS = 5
 ENGINE_DIED = 1
+# The name of threads that cut texts into tokens.
+TEXTS = "looped-texts"
 
 
 class Server(uvicorn.Server):
@@ -34,7 +38,16 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._engine, self._drain_seconds = thread, drain_seconds
         self._draining: asyncio.Task[None] | None = None
+        self._texts = ThreadPoolExecutor(thread_name_prefix=TEXTS)
         thread.on_end = self._engine_ended
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._texts)
+        await super().serve(sockets)
+        # Long texts may be on their way through the tokenizer, which nothing can stop: the loop must not wait for them.
+        self._texts.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor(1))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,8 +111,8 @@ def exit_code(thread: EngineThread) -> int:
         if not thread.loaded:
             raise thread.error
         return ENGINE_DIED
-    if thread.alive:
-        # Stuck in a load or a step: the interpreter must not tear torch down under it.
+    if thread.alive or any(other.name.startswith(TEXTS) for other in threading.enumerate()):
+        # Stuck in a load, a step or a long text: the interpreter must not tear torch down under it, nor wait.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

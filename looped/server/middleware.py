@@ -12,11 +12,35 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from looped.server.errors import ApiError
+from looped.server.errors import ApiError, unavailable
 
 OPEN_PATHS = ("/health", "/ping")
 MAX_REQUEST_ID = 128
 BODY_SECONDS = 60.0
+
+
+class Stopping:
+    """503 for a request that is cancelled because the server stops before its answer began: no traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                await unavailable("the server is shutting down").response()(scope, receive, send)
 
 
 class RequestId:

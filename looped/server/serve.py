@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from looped.errors import LoopedError
 from looped.options import option
-from looped.server.choices import GATE_DOC, NATIVE, say
+from looped.server.choices import COSINE_DOC, GATE_DOC, NATIVE, PROTECTED_DOC, check_prefill, prefill_schedule, say
 
 if TYPE_CHECKING:
     from looped.infer.options import EngineOptions
@@ -34,6 +34,8 @@ class Options:
     compute: str = option("sparse", "dense runs all loops and lets the gate pick the output only")
     prefill: str = option("dense", "ragged lets prompt tokens leave early")
     prefill_threshold: float | None = option(None, "exit threshold of a ragged prefill; that of decode when left out")
+    prefill_cosine: bool = option(False, COSINE_DOC)
+    prefill_protected: int = option(0, PROTECTED_DOC)
     mix_prefill: bool = option(False, "pieces of prompts ride along with core steps")
     exits: str = option("auto", "how the host learns of exits: sync, lookahead, device; auto: device on a GPU")
     max_loops: int | None = option(None, "R, where it differs from the checkpoint's")
@@ -73,11 +75,17 @@ def run(options: Options) -> int:
 
     from looped.server.app import create_app
     from looped.server.build import load_engine
-    from looped.server.engine_thread import EngineThread
+    from looped.server.engine_thread import EngineThread, Loaded
     from looped.server.lifetime import CLOSE_SECONDS, Server, exit_code
     from looped.server.service import Service
 
-    thread = EngineThread(lambda: load_engine(options.model, engine, options.device, options.dtype, options.max_loops))
+    def load() -> Loaded:
+        # The schedule is made here: it brings torch along.
+        schedule = prefill_schedule(options.prefill_threshold, options.prefill_cosine, options.prefill_protected)
+        chosen = replace(engine, prefill_threshold=schedule)
+        return load_engine(options.model, chosen, options.device, options.dtype, options.max_loops)
+
+    thread = EngineThread(load)
     service = Service(thread, options.served_model_name, options.model)
     keys = options.api_key or tuple(filter(None, os.environ.get("LOOPED_API_KEY", "").split(",")))
     app = create_app(service, keys, int(options.max_body_mib * (1 << 20)))
@@ -106,6 +114,7 @@ def check(options: Options) -> None:
         raise LoopedError(f"--max-body-mib must be a finite number above 0, got {options.max_body_mib:g}")
     if options.drain_seconds < 0:
         raise LoopedError(f"--drain-seconds must be at least 0, got {options.drain_seconds:g}")
+    check_prefill(options.prefill, options.prefill_threshold, options.prefill_cosine, options.prefill_protected)
     if options.api_key == ():
         raise LoopedError("--api-key is empty; give a key, or leave it out to serve everybody")
 

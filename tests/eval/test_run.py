@@ -54,6 +54,23 @@ def test_a_grid_is_one_table_and_one_object(cli: Cli, checkpoint: Path, tmp_path
     assert sorted(file.name for file in out.iterdir()) == ["results.json", "samples.jsonl"]
 
 
+def test_prompts_that_exit_and_the_engine_s_ways(cli: Cli, checkpoint: Path) -> None:
+    words = ("eval", "wordmath", "--model", checkpoint, "--gate", "none,ouro", "--threshold", 0.5, "--json", *SMALL)
+    ragged = ("--prefill", "ragged", "--prefill-threshold", 0.3, "--prefill-cosine", "--prefill-protected", 2)
+    ran = cli(*words, *ragged, "--backend", "sdpa")
+    plain, gated = json.loads(ran.out.splitlines()[-1])["scores"]["wordmath"].items()
+    assert (plain[1]["prefill"], gated[1]["prefill"]) == ("dense", "ragged")
+    assert gated[0].endswith("prefill=cosine-0.3 protected=2")
+    assert (gated[1]["prefill_threshold"], gated[1]["prefill_cosine"], gated[1]["prefill_protected"]) == (0.3, True, 2)
+    for more, sentence in (
+        (("--exits", "lookahead"), "needs a gate that is known one step ahead"),
+        (("--backend", "fa9"), "unknown backend 'fa9'"),
+        (("--prefill-protected", 2), "need --prefill ragged"),
+        (("--prefill", "ragged", "--mode", "cb"), "every token at full depth"),
+    ):
+        assert sentence in cli(*words, *more).refusal
+
+
 def test_fixed_depths(cli: Cli, checkpoint: Path) -> None:
     ran = cli("eval", "wordmath", "--model", checkpoint, "--kv", "depth", "--depth", "1,3", "--json", *SMALL)
     cells = json.loads(ran.out.splitlines()[-1])["scores"]["wordmath"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,10 +15,11 @@ import pytest
 
 from looped.server import middleware
 from looped.server.chat import ChatTemplate
+from looped.server.engine_thread import Loaded
 from looped.server.errors import ApiError
 from looped.server.protocol import MAX_EXTRA, MAX_MESSAGES
 from tests.server.conftest import Running, running
-from tests.server.fake import FakeEngine
+from tests.server.fake import INFO, FakeEngine
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -92,13 +95,56 @@ def test_a_template_that_fails_in_any_way_is_a_refusal() -> None:
         assert caught.value.status == 400
 
 
+def half_a_request(run: Running) -> socket.socket:
+    """A connection whose body does not come to its end."""
+    address = urlsplit(run.url)
+    sock = socket.create_connection((address.hostname, address.port or 0), timeout=10)
+    head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 99")
+    sock.sendall("\r\n".join((*head, "", "{")).encode())
+    return sock
+
+
+def test_a_server_that_stops_tells_whom_it_leaves() -> None:
+    with running(FakeEngine().load) as run, half_a_request(run) as sock:
+        time.sleep(0.1)
+        run.server.should_exit = True
+        assert sock.recv(4096).startswith(b"HTTP/1.1 503")
+
+
+class Slow:
+    """A tokenizer at work on a text of megabytes."""
+
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.begun.set()
+        self.end.wait(30)
+        return [1]
+
+
+def test_a_server_that_stops_waits_for_no_tokenizer() -> None:
+    slow: Any = Slow()
+    with running(lambda: Loaded(FakeEngine(), replace(INFO, tokenizer=slow))) as run:
+        statuses: list[int] = []
+        asked = threading.Thread(
+            target=lambda: statuses.append(httpx.post(f"{run.url}/tokenize", json={"prompt": "a"}).status_code)
+        )
+        asked.start()
+        assert slow.begun.wait(10)
+        assert httpx.get(f"{run.url}/health").status_code == 200  # the loop goes on meanwhile
+        run.server.should_exit = True
+        run.serving.join(8)
+        assert not run.serving.is_alive()
+        asked.join(5)
+        slow.end.set()
+        assert statuses == [503]
+
+
 def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.1)
     with running(FakeEngine().load) as run:
-        address = urlsplit(run.url)
-        with socket.create_connection((address.hostname, address.port or 0), timeout=10) as sock:
-            head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 99")
-            sock.sendall("\r\n".join((*head, "", "{")).encode())
+        with half_a_request(run) as sock:
             assert sock.recv(4096).startswith(b"HTTP/1.1 408")
         # A stream goes on for longer: its body is there, and only its client's leaving is waited for.
         engine_time = {"prompt": [1], "max_tokens": 3}

@@ -242,6 +242,12 @@ def test_what_cannot_start_is_one_sentence(cli: Callable[..., Ran], checkpoint: 
     assert "unknown mode 'refil'; did you mean 'refill'?" in cli("serve", "--mode", "refil").refusal
     assert "--api-key is empty" in cli("serve", "--api-key", "").refusal
     assert "--max-body-mib" in cli("serve", "--max-body-mib", "0").refusal
+    assert "max_num_seqs must be at most 65536" in cli("serve", "--max-num-seqs", str((1 << 31) - 1)).refusal
+    assert "need --prefill ragged" in cli("serve", "--prefill-cosine", "--prefill-threshold", "0.5").refusal
+    assert (
+        "need --prefill ragged and a --prefill-threshold"
+        in cli("serve", "--prefill", "ragged", "--prefill-protected", "2").refusal
+    )
     assert "--drain-seconds" in cli("serve", "--drain-seconds", "-1").refusal
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -251,6 +257,12 @@ def test_what_cannot_start_is_one_sentence(cli: Callable[..., Ran], checkpoint: 
         (("--model", checkpoint, "--kv", "ragge"), "did you mean 'ragged'?"),
         (("--model", checkpoint, "--gate", "our"), "did you mean 'ouro'?"),
         (("--model", checkpoint, "--threshold", "2"), "outside the range"),
+        (("--model", checkpoint, "--gate", "g" * 300), "unknown gate 'ggg"),
+        (("--model", checkpoint, "--num-pages", str((1 << 31) - 1)), "does not fit into"),
+        (
+            ("--model", checkpoint, "--prefill", "ragged", "--prefill-threshold", "2", "--prefill-cosine"),
+            "threshold 2.0 is outside",
+        ),
         (("--model", checkpoint, "--device", "tpu"), "unknown device 'tpu'"),
     ):
         done = cli("serve", "--port", "0", *flags)
