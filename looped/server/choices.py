@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,5 +47,6 @@ def prefill_schedule(threshold: float | None, cosine: bool, protected: int) -> f
 
 
 def say(text: str) -> None:
-    """One line to the terminal."""
-    print(f"looped: {text}", file=sys.stderr, flush=True)
+    """One line to the terminal, or to nobody: a full disk or a reader that left must not stop a server."""
+    with suppress(OSError):
+        print(f"looped: {text}", file=sys.stderr, flush=True)

@@ -110,8 +110,8 @@ def run(options: Options) -> int:
 
 def check(options: Options) -> None:
     """Refuse what would start a server that cannot answer, or one that is open where a key was meant to close it."""
-    if not 0 < options.max_body_mib < float("inf"):
-        raise LoopedError(f"--max-body-mib must be a finite number above 0, got {options.max_body_mib:g}")
+    if not 1e-3 <= options.max_body_mib < float("inf"):
+        raise LoopedError(f"--max-body-mib must be a finite number of at least 0.001, got {options.max_body_mib:g}")
     if options.drain_seconds < 0:
         raise LoopedError(f"--drain-seconds must be at least 0, got {options.drain_seconds:g}")
     check_prefill(options.prefill, options.prefill_threshold, options.prefill_cosine, options.prefill_protected)

@@ -238,6 +238,34 @@ def test_sigterm_finishes_the_stream_and_exits_0(checkpoint: Path, tmp_path: Pat
         assert process.wait(15) == 0
 
 
+class Gone:
+    """A standard error whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_terminal_that_went_away_keeps_no_server_from_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.pace.clear()
+    body = {"prompt": [1], "stream": True, "max_tokens": 15}
+    with (
+        running(engine.load) as run,
+        httpx.stream("POST", f"{run.url}/v1/completions", json=body, timeout=20) as stream,
+    ):
+        run.until(lambda: engine.num_steps > 1)
+        monkeypatch.setattr("sys.stderr", Gone())
+        run.on_loop(run.server.begin_drain)
+        stream.read()
+        run.serving.join(10)
+        assert not run.serving.is_alive()
+        monkeypatch.undo()
+    assert events(stream.text)[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_what_cannot_start_is_one_sentence(cli: Callable[..., Ran], checkpoint: Path) -> None:
     assert "unknown mode 'refil'; did you mean 'refill'?" in cli("serve", "--mode", "refil").refusal
     assert "--api-key is empty" in cli("serve", "--api-key", "").refusal
