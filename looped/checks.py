@@ -27,7 +27,7 @@ def numbers(**values: object) -> None:
         try:
             float(value or 0)
         except OverflowError:
-            raise LoopedError(f"{name} must be a number that a float can hold, got {shown(value)}") from None
+            raise LoopedError(f"{name} must be a finite number, got {shown(value)}") from None
 
 
 def given(**values: object) -> None:

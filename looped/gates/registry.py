@@ -55,7 +55,7 @@ def _built_in(name: str) -> Gate | None:
     if name.startswith("delayed-"):
         inner = _built_in(name.removeprefix("delayed-"))
         return DelayGate(inner) if inner else None
-    fixed = re.fullmatch(r"fixed-(\d{1,9})", name)
+    fixed = re.fullmatch(r"fixed-(\d{1,30})", name)
     if fixed:
         return FixedGate(int(fixed[1]))
     return _KINDS[name]() if name in _KINDS else None
